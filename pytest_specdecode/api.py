@@ -1,0 +1,123 @@
+"""The script door: the same checks without pytest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from pytest_specdecode import checks as rules
+from pytest_specdecode import engines as known_engines
+from pytest_specdecode import families
+from pytest_specdecode.checkpoint import CONFIG_NAME, Checkpoint, read_json_object
+from pytest_specdecode.errors import DraftError, UnknownFamilyError
+from pytest_specdecode.families import Draft
+from pytest_specdecode.findings import CheckResult
+from pytest_specdecode.report import DraftReport, Report
+
+Path = str | os.PathLike[str]
+
+
+def open_draft(path: Path) -> Draft:
+    """Open the checkpoint in the directory `path`; only its configuration and headers are read.
+
+    Raises:
+        CheckpointError: the directory, its configuration or a header cannot be read.
+        UnknownFamilyError: no family, or several, are recognised.
+    """
+    checkpoint = Checkpoint.open(path)
+    for fault in (*checkpoint.faults, *checkpoint.index_faults):
+        raise fault
+    draft = families.load(checkpoint)
+    if draft.spec is None:
+        evidence = draft.recognition.evidence()
+        named = ", ".join(sorted(evidence)) or "none"
+        raise UnknownFamilyError(
+            f"no draft family that this version reads; signals name {named}",
+            path=checkpoint.path / CONFIG_NAME,
+            got=evidence,
+            due=[family.name for family in families.FAMILIES],
+        )
+    return draft
+
+
+def check_draft(
+    path: Path,
+    target: Path | None = None,
+    engines: Sequence[str] | None = None,
+    checks: Iterable[str] | str | None = None,
+    skip: Iterable[str] | str | None = None,
+    *,
+    device: str = "cpu",
+) -> Report:
+    """Run the checks on the checkpoint in `path`.
+
+    Args:
+        path: the draft's directory.
+        target: the target's directory; its `config.json` is enough.
+        engines: names of the engines whose outcomes are shown; all where None.
+        checks: ids and groups to run, such as `"rope"` or `["weights.shapes", "taps"]`; all where None.
+        skip: ids and groups to leave out.
+        device: where numeric checks run: `cpu`, `cuda`.
+
+    Returns:
+        A report with one result per selected check. A checkpoint that is broken inside has failed and inconclusive checks.
+
+    Raises:
+        CheckpointError: there is no checkpoint in `path`, or no readable configuration in `target`.
+        UnknownCheckError: `checks` or `skip` names no check and no group.
+        DraftError: an unknown engine.
+    """
+    selected = rules.select(_names(checks), _names(skip))
+    context = open_context(path, target=target, engines=engines, device=device)
+    return Report(drafts=(draft_report(path, context, [run_check(item, context) for item in selected]),))
+
+
+def open_context(
+    path: Path, *, target: Path | None = None, engines: Sequence[str] | None = None, device: str = "cpu"
+) -> rules.Context:
+    """What the checks of one draft share; errors as `check_draft`."""
+    return rules.Context(
+        draft=families.load(Checkpoint.open(path)),
+        target=None if target is None else read_json_object(_config_of(target)),
+        target_path=None if target is None else os.fspath(target),
+        device=device,
+        engines=known_engines.select(engines),
+    )
+
+
+def run_check(item: rules.Check, context: rules.Context) -> CheckResult:
+    """Run one check; a defect of the check itself fails that check alone and says so."""
+    try:
+        return rules.run(item, context)
+    except Exception as error:
+        message = f"the check itself broke, which is a defect of pytest-specdecode: {type(error).__name__}: {error}"
+        return CheckResult(id=item.id, status="failed", message=message)
+
+
+def draft_report(path: Path, context: rules.Context, results: Iterable[CheckResult]) -> DraftReport:
+    """The results of one draft with its description."""
+    draft = context.draft
+    return DraftReport(
+        path=os.fspath(path),
+        name=draft.name,
+        description=draft.describe(),
+        family=None if draft.spec is None else draft.spec.family,
+        packaging=None if draft.spec is None else draft.spec.packaging,
+        spec=draft.spec,
+        results=tuple(results),
+    )
+
+
+def _config_of(target: Path) -> families.draft.Path:
+    directory = families.draft.Path(target)
+    file = directory / CONFIG_NAME
+    if not file.exists():
+        raise DraftError("holds no config.json; give the target's directory", path=directory)
+    return file
+
+
+def _names(names: Iterable[str] | str | None) -> list[str] | None:
+    if names is None:
+        return None
+    parts = names.split(",") if isinstance(names, str) else list(names)
+    return [name.strip() for name in parts if name.strip()]

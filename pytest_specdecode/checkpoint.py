@@ -1,0 +1,563 @@
+"""A checkpoint directory, read with the standard library: its configuration and the headers of its weights.
+
+Opening costs a few small reads whatever the size of the weights, and never imports torch. Values are loaded on demand, by rows where
+asked. What cannot be read is kept as a fault rather than raised, so that one bad file costs only the checks that need it; `Checkpoint.open`
+raises only where there is no checkpoint at all.
+
+Safetensors layout: 8 bytes little-endian header length, a JSON object, then the data that the object's offsets cover without a gap
+(https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pytest_specdecode.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+PICKLE_INDEX_NAME = "pytorch_model.bin.index.json"
+
+#: Bits of one element, by safetensors dtype name.
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F8_E4M3": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2": 8,
+    "F8_E5M2FNUZ": 8,
+    "F8_E8M0": 8,
+    "I8": 8,
+    "U8": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+
+#: torch's name for each dtype name that a draft's tensors may have.
+TORCH_NAMES: Mapping[str, str] = {
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
+    "I8": "int8",
+    "U8": "uint8",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+#: Refused above these: no draft's file comes near, and a reader that believes them can be made to eat the machine.
+MAX_HEADER_BYTES = 100_000_000
+MAX_JSON_BYTES = 16_000_000
+
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorHeader:
+    """What a header says of one tensor.
+
+    Attributes:
+        name: as on disk.
+        dtype: torch's name, such as `bfloat16`.
+        shape: extents.
+        file: name of the weights file inside the directory.
+        start, end: byte range in that file (0, 0 for a pickled tensor).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int = 0
+    end: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether elements are floating point, 8-bit and narrower ones included."""
+        return self.dtype.startswith(("float", "bfloat"))
+
+
+class Checkpoint:
+    """One opened checkpoint directory.
+
+    Attributes:
+        path: the directory.
+        config: the parsed `config.json`; empty where it could not be read.
+        tensors: header of every tensor that a loader following the index would see, by name on disk.
+        files: weights files that were read, in name order.
+        faults: why the configuration or a header could not be read.
+        index_faults: contradictions between the index, the shards and the directory.
+        index_total_size: `metadata.total_size` of the index, or None.
+        unindexed: weights files that lie beside an index which does not name them.
+        pickles: pickled weights files in the directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config: Mapping[str, Any] = {}
+        self.tensors: dict[str, TensorHeader] = {}
+        self.files: list[str] = []
+        self.faults: list[CheckpointError] = []
+        self.index_faults: list[CheckpointError] = []
+        self.index_total_size: int | None = None
+        self.has_index = False
+        self.unindexed: list[str] = []
+        self.pickles: list[str] = []
+        self._handles: dict[str, Any] = {}
+        self._pickled: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Open the directory `path`.
+
+        Raises:
+            CheckpointError: there is no such directory, or no `config.json` in it.
+        """
+        directory = Path(path)
+        try:
+            mode = directory.stat().st_mode
+        except OSError as error:
+            raise CheckpointError(f"cannot be opened: {error.strerror or error}", path=directory) from None
+        if not stat.S_ISDIR(mode):
+            raise CheckpointError(
+                "is a file; give the directory that holds config.json and the weights", path=directory
+            )
+        if not (directory / CONFIG_NAME).exists():
+            raise CheckpointError("holds no config.json; give the directory of one draft checkpoint", path=directory)
+        checkpoint = cls(directory)
+        checkpoint._read_config()
+        checkpoint._read_weights()
+        return checkpoint
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the directory holds any weights file, readable or not."""
+        return bool(self.files or self.pickles or self.unindexed or self.has_index)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every header that belongs to the checkpoint was read."""
+        return self.has_weights and not self.faults and not self.index_faults
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all floating-point tensors."""
+        return sum(header.numel for header in self.tensors.values() if header.is_float)
+
+    def tensor(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """The tensor `name` as on disk, or only its `rows`.
+
+        Raises:
+            CheckpointError: no such tensor, or its data cannot be read.
+        """
+        header = self.tensors.get(name)
+        if header is None:
+            raise CheckpointError("no tensor of this name in the weights", path=self.path, key=name)
+        if header.file.endswith(_PICKLE_SUFFIXES):
+            value = self._pickled_tensors(header.file)[name]
+            return value if rows is None else value[rows]
+        from safetensors import SafetensorError
+
+        try:
+            handle = self._handle(header.file)
+            return handle.get_tensor(name) if rows is None else handle.get_slice(name)[rows]
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"data cannot be read: {error}", path=self.path / header.file, key=name) from None
+
+    def chunks(self, name: str, max_bytes: int = 64 << 20) -> Iterator[torch.Tensor]:
+        """The tensor `name` in consecutive row blocks of at most about `max_bytes` each."""
+        header = self.tensors[name]
+        if len(header.shape) == 0 or header.end - header.start <= max_bytes:
+            yield self.tensor(name)
+            return
+        step = max(1, header.shape[0] * max_bytes // max(1, header.end - header.start))
+        for start in range(0, header.shape[0], step):
+            yield self.tensor(name, slice(start, start + step))
+
+    def close(self) -> None:
+        """Let go of open files and of pickled tensors."""
+        self._handles.clear()
+        self._pickled.clear()
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._handles:
+            from safetensors import safe_open
+
+            self._handles[file] = safe_open(self.path / file, framework="pt", device="cpu")
+        return self._handles[file]
+
+    def _pickled_tensors(self, file: str) -> dict[str, Any]:
+        if file not in self._pickled:
+            self._pickled[file] = _load_pickle(self.path / file)
+        found: dict[str, Any] = self._pickled[file]
+        return found
+
+    def _read_config(self) -> None:
+        try:
+            self.config = read_json_object(self.path / CONFIG_NAME)
+        except CheckpointError as error:
+            self.faults.append(error)
+
+    def _read_weights(self) -> None:
+        try:
+            names = sorted(os.listdir(self.path))
+        except OSError as error:
+            self.faults.append(CheckpointError(f"cannot be listed: {error.strerror or error}", path=self.path))
+            return
+        self.pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
+        stored = [name for name in names if name.endswith(".safetensors")]
+        index_name = next((name for name in (INDEX_NAME, PICKLE_INDEX_NAME) if name in names), None)
+        if index_name == PICKLE_INDEX_NAME and stored:
+            index_name = None
+        if index_name is None:
+            for name in stored or [name for name in self.pickles if name.startswith(("pytorch_model", "model"))]:
+                self._read_file(name)
+            return
+        self.has_index = True
+        try:
+            weight_map, self.index_total_size = _read_index(self.path / index_name)
+        except CheckpointError as error:
+            self.index_faults.append(error)
+            return
+        shards = sorted(set(weight_map.values()))
+        self.unindexed = [name for name in stored if name not in shards]
+        for shard in shards:
+            if shard not in names:
+                count = sum(1 for file in weight_map.values() if file == shard)
+                self.index_faults.append(
+                    CheckpointError(
+                        f"shard {shard} is named for {count} tensors and is not in the directory",
+                        path=self.path / index_name,
+                        key="weight_map",
+                        got=shard,
+                        due="a file in the directory",
+                    )
+                )
+                continue
+            self._read_file(shard, weight_map, index_name)
+        # A tensor of a shard that could not be read is that shard's fault, not one more.
+        unread = {Path(fault.path).name for fault in self.faults if fault.path} | {s for s in shards if s not in names}
+        for name, shard in weight_map.items():
+            if name not in self.tensors and shard not in unread:
+                self.index_faults.append(
+                    CheckpointError(
+                        f"the index names this tensor in {shard}, which does not hold it",
+                        path=self.path / index_name,
+                        key=name,
+                        got="absent",
+                        due=shard,
+                    )
+                )
+
+    def _read_file(self, name: str, weight_map: Mapping[str, str] | None = None, index_name: str = "") -> None:
+        try:
+            headers = (
+                self._pickle_headers(name) if name.endswith(_PICKLE_SUFFIXES) else read_safetensors(self.path / name)
+            )
+        except CheckpointError as error:
+            self.faults.append(error)
+            return
+        self.files.append(name)
+        for header in headers:
+            earlier = self.tensors.get(header.name)
+            if earlier is not None:
+                self.index_faults.append(
+                    CheckpointError(
+                        f"is stored twice, in {earlier.file} and in {name}",
+                        path=self.path,
+                        key=header.name,
+                        got=[earlier.file, name],
+                        due="one file",
+                    )
+                )
+                continue
+            if weight_map is not None and header.name not in weight_map:
+                self.index_faults.append(
+                    CheckpointError(
+                        f"lies in {name} and the index does not name it",
+                        path=self.path / index_name,
+                        key=header.name,
+                        got="absent from weight_map",
+                        due=name,
+                    )
+                )
+            self.tensors[header.name] = header
+
+    def _pickle_headers(self, name: str) -> list[TensorHeader]:
+        return [
+            TensorHeader(name=key, dtype=str(value.dtype).removeprefix("torch."), shape=tuple(value.shape), file=name)
+            for key, value in self._pickled_tensors(name).items()
+        ]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; duplicate keys, non-finite numbers and anything but an object are refused.
+
+    Raises:
+        CheckpointError: with the file and, where it is known, the line.
+    """
+    raw = _read_bytes(path, MAX_JSON_BYTES)
+    if not raw.strip():
+        raise CheckpointError("is empty; a JSON object was due", path=path)
+    if (kind := _foreign(raw)) is not None:
+        raise CheckpointError(f"is {kind}, not JSON", path=path)
+    value = _parse_json(raw, path)
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"holds a JSON {_json_kind(value)}; an object was due", path=path, got=_json_kind(value), due="object"
+        )
+    return value
+
+
+def read_safetensors(path: Path) -> list[TensorHeader]:
+    """Every tensor that the header of `path` describes, in order of name; the data is not read.
+
+    Raises:
+        CheckpointError: the file is something else, is cut short, or its header contradicts itself.
+    """
+    try:
+        with path.open("rb") as file:
+            _require_regular(path, os.fstat(file.fileno()).st_mode)
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            if (kind := _foreign(prefix + file.read(512))) is not None:
+                raise CheckpointError(f"is {kind}, not safetensors", path=path)
+            if len(prefix) < 8:
+                raise CheckpointError(f"is {size} bytes long; a safetensors file has at least 8", path=path)
+            length = int.from_bytes(prefix, "little")
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"claims a header of {length} bytes, over the limit of {MAX_HEADER_BYTES}; not a safetensors file?",
+                    path=path,
+                )
+            if 8 + length > size:
+                raise CheckpointError(
+                    f"claims a header of {length} bytes and is {size} bytes long: cut short", path=path
+                )
+            file.seek(8)
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from None
+    entries = _parse_json(raw, path, what="header")
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"the header is a JSON {_json_kind(entries)}; an object was due", path=path)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise CheckpointError("is not an object", path=path, key="__metadata__")
+    headers = [_tensor_header(path, name, entry) for name, entry in entries.items()]
+    _require_contiguous(path, headers, 8 + length, size)
+    return sorted(headers, key=lambda header: header.name)
+
+
+def _tensor_header(path: Path, name: str, entry: Any) -> TensorHeader:
+    def fault(message: str, got: Any = None, due: Any = None) -> NoReturn:
+        raise CheckpointError(message, path=path, key=name, got=got, due=due)
+
+    if not isinstance(entry, dict):
+        fault(f"the header entry is a JSON {_json_kind(entry)}; an object was due")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        fault(f"unknown dtype {dtype!r}", got=dtype, due=sorted(DTYPE_BITS))
+    if not isinstance(shape, list) or not all(_is_extent(extent) for extent in shape):
+        fault(f"shape {shape!r} is not a list of whole numbers from 0 up", got=shape)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_extent(offset) for offset in offsets):
+        fault(f"data_offsets {offsets!r} are not two whole numbers from 0 up", got=offsets)
+    start, end = offsets
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if end < start:
+        fault(f"data_offsets {offsets} run backwards", got=offsets)
+    if bits != 8 * (end - start):
+        fault(
+            f"shape {shape} of {dtype} takes {bits / 8:g} bytes, data_offsets give {end - start}",
+            got=end - start,
+            due=bits / 8,
+        )
+    return TensorHeader(
+        name=name,
+        dtype=TORCH_NAMES.get(dtype, dtype.lower()),
+        shape=tuple(shape),
+        file=path.name,
+        start=start,
+        end=end,
+    )
+
+
+def _require_contiguous(path: Path, headers: list[TensorHeader], data_start: int, size: int) -> None:
+    position = 0
+    for header in sorted(headers, key=lambda item: (item.start, item.end)):
+        if header.start != position:
+            how = "overlaps the one before it" if header.start < position else "leaves a gap before it"
+            raise CheckpointError(
+                f"starts at byte {header.start} of the data, {position} was due: {how}",
+                path=path,
+                key=header.name,
+                got=header.start,
+                due=position,
+            )
+        position = header.end
+    due = data_start + position
+    if due > size:
+        raise CheckpointError(
+            f"is cut short: the header describes {due} bytes, the file has {size}", path=path, got=size, due=due
+        )
+    if due < size:
+        raise CheckpointError(
+            f"has {size - due} bytes after the last tensor: the header describes {due} bytes, the file has {size}",
+            path=path,
+            got=size,
+            due=due,
+        )
+
+
+def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
+    index = read_json_object(path)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(
+            f"weight_map is a JSON {_json_kind(weight_map)}; an object was due", path=path, key="weight_map"
+        )
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard or shard != os.path.basename(shard) or shard in (".", ".."):
+            raise CheckpointError(
+                f"{shard!r} is not a plain file name; shards lie beside the index",
+                path=path,
+                key=f"weight_map.{name}",
+                got=shard,
+                due="a file name",
+            )
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return weight_map, total if _is_extent(total) else None
+
+
+def _load_pickle(path: Path) -> dict[str, Any]:
+    import pickle
+
+    import torch
+
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+    except (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or ["not a readable pickle"])[0][:200]
+        raise CheckpointError(f"cannot be read with weights_only=True: {reason}", path=path) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"holds a {type(value).__name__}; a dictionary of tensors was due", path=path)
+    return {str(key): item for key, item in value.items() if isinstance(item, torch.Tensor)}
+
+
+def _is_zip(path: Path) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+    return False
+
+
+def _read_bytes(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            _require_regular(path, os.fstat(file.fileno()).st_mode)
+            raw = file.read(limit + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from None
+    if len(raw) > limit:
+        raise CheckpointError(f"is larger than {limit} bytes", path=path)
+    return raw
+
+
+def _require_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise CheckpointError("is not a regular file", path=path)
+
+
+def _parse_json(raw: bytes, path: Path, what: str = "file") -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise CheckpointError(f"states the key {twice[0]!r} twice", path=path, key=twice[0])
+        return found
+
+    def finite(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise CheckpointError(f"holds {text}, which is not a finite number", path=path)
+        return value
+
+    def no_constant(text: str) -> NoReturn:
+        raise CheckpointError(f"holds {text}, which JSON has not", path=path)
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_float=finite, parse_constant=no_constant)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"the {what} is not UTF-8 (byte {error.start})", path=path) from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            f"the {what} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}", path=path
+        ) from None
+    except RecursionError:
+        raise CheckpointError(f"the {what} nests too deeply", path=path) from None
+    except ValueError as error:
+        raise CheckpointError(f"the {what} holds a number that cannot be read: {error}", path=path) from None
+
+
+def _foreign(raw: bytes) -> str | None:
+    """What the bytes are, where they are something that is often saved in place of the real file."""
+    start = raw.lstrip(b"\xef\xbb\xbf \t\r\n")[:64]
+    if start.startswith(b"version https://git-lfs"):
+        return "a git-lfs pointer (fetch the real file with `git lfs pull`)"
+    if start[:1] == b"<" and start[:15].lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        return "an HTML or XML page (a failed download?)"
+    if start.startswith(b"PK\x03\x04"):
+        return "a zip archive (a pickle?)"
+    return None
+
+
+def _is_extent(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _json_kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    return {dict: "object", list: "list", str: "string", int: "number", float: "number"}.get(type(value), "value")

@@ -1,0 +1,119 @@
+"""Can the files be read, and do they agree with one another?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pytest_specdecode.checks.registry import Context, Inconclusive, check
+from pytest_specdecode.errors import CheckpointError
+from pytest_specdecode.findings import Finding
+
+_REFETCH = "fetch or write the file again; a checkpoint that cannot be read whole is not judged in part"
+
+
+@check(
+    "files.readable",
+    title="config.json and every header parse; sizes, offsets and dtypes are consistent, nothing is cut or trailing",
+    why="Some loaders read what is left of a cut shard as zeros, and the draft is served with them.",
+    needs=("config", "headers"),
+    anywhere=True,
+)
+def readable(context: Context) -> Iterator[Finding]:
+    """Faults of the configuration and of single weights files."""
+    checkpoint = context.draft.checkpoint
+    for fault in checkpoint.faults:
+        yield _from_fault(context, fault)
+    if not checkpoint.faults and not checkpoint.has_weights:
+        raise Inconclusive("no weights lie beside config.json; only the configuration was read")
+
+
+@check(
+    "files.index",
+    title="every shard named exists, every tensor lies where the index says and only there, sizes agree",
+    why="A missing shard loads as uninitialised memory in some engines, a file beside the index in some and not in others.",
+    needs=("headers",),
+    anywhere=True,
+)
+def index(context: Context) -> Iterator[Finding]:
+    """Contradictions between the index, the shards and the directory."""
+    checkpoint = context.draft.checkpoint
+    if not checkpoint.has_weights:
+        raise Inconclusive("no weights lie beside config.json; give the whole checkpoint directory")
+    for fault in checkpoint.index_faults:
+        yield _from_fault(context, fault)
+    if not checkpoint.has_index:
+        return
+    if checkpoint.unindexed:
+        yield context.fail(
+            "weights files lie beside an index that does not name them",
+            where=str(checkpoint.path),
+            got=checkpoint.unindexed,
+            due="only the shards that the index names",
+            fix="remove them, or write the index anew; engines that load every file read them, others do not",
+        )
+    stored = sum(header.end - header.start for header in checkpoint.tensors.values())
+    total = checkpoint.index_total_size
+    if total is not None and total != stored and not checkpoint.faults and not checkpoint.index_faults:
+        yield context.warn(
+            "the index's total_size is not what the shards hold",
+            where="metadata.total_size",
+            got=total,
+            due=stored,
+            fix="write the index anew from the shards",
+        )
+
+
+@check(
+    "files.pickle",
+    title="weights are safetensors; pickles are read with weights_only and reported",
+    why="A pickle can run code when it is loaded, and has no header that could be read without loading it.",
+    severity="warning",
+    needs=("headers",),
+    anywhere=True,
+)
+def pickle(context: Context) -> Iterator[Finding]:
+    """Pickled weights."""
+    checkpoint = context.draft.checkpoint
+    if checkpoint.pickles:
+        used = [name for name in checkpoint.pickles if name in checkpoint.files]
+        yield context.warn(
+            "weights are stored as pickles" if used else "pickles lie beside the weights and are not read",
+            where=str(checkpoint.path),
+            got=checkpoint.pickles,
+            due="*.safetensors",
+            fix="save them with safetensors.torch.save_file and remove the pickles",
+        )
+
+
+@check(
+    "files.code",
+    title="no code comes with the checkpoint, or it is named; none is run",
+    why="Code beside weights is run by readers that trust it; a side file with a tensor is ignored by most.",
+    severity="warning",
+    needs=("config",),
+    anywhere=True,
+)
+def code(context: Context) -> Iterator[Finding]:
+    """`auto_map`, Python files and side files that carry tensors."""
+    checkpoint = context.draft.checkpoint
+    if checkpoint.config.get("auto_map"):
+        yield context.warn(
+            "auto_map names classes that only trust_remote_code loads; it was not followed",
+            where="config.json: auto_map",
+            got=checkpoint.config["auto_map"],
+            fix="drop the key unless a reader needs it",
+        )
+    sources = sorted(path.name for path in checkpoint.path.glob("*.py"))
+    if sources:
+        yield context.warn("Python files lie beside the weights; none was run", where=str(checkpoint.path), got=sources)
+    if (checkpoint.path / "mask_embedding.pt").exists():
+        yield context.warn(
+            "mask_embedding.pt replaces the mask token's embedding, and few engines read it",
+            where=str(checkpoint.path / "mask_embedding.pt"),
+            fix="store the mask's row in the embedding that the engine reads",
+        )
+
+
+def _from_fault(context: Context, fault: CheckpointError) -> Finding:
+    place = ": ".join(part for part in (fault.path, fault.key) if part)
+    return context.fail(fault.message, where=place, got=fault.got, due=fault.due, fix=_REFETCH)

@@ -1,0 +1,234 @@
+"""The one list of checks, and the one way to run one.
+
+A check is a generator of findings with a stable id and one reason to fail. The suite, `check_draft`, the documentation and the list that
+the command line prints are all made from `REGISTRY`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pytest_specdecode import engines
+from pytest_specdecode.errors import DraftError
+from pytest_specdecode.families import Draft
+from pytest_specdecode.findings import STATUS_ORDER, CheckResult, Finding, Severity, Status
+from pytest_specdecode.spec import DraftSpec
+
+Need = Literal["config", "headers", "tensors", "target", "serving", "trace", "triton", "gpu"]
+
+REGISTRY: dict[str, Check] = {}
+
+
+class Skip(Exception):
+    """The check does not apply to this draft."""
+
+
+class Inconclusive(Exception):
+    """The evidence that the check needs is missing; never a pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One rule.
+
+    Attributes:
+        id: stable, `group.name`.
+        title: what must hold, in one line.
+        why: what goes wrong otherwise.
+        severity: of its worst finding.
+        needs: evidence without which it is inconclusive.
+        families: the families it applies to; None for all.
+        anywhere: whether it runs on a checkpoint whose family is not known or whose files are broken.
+        run: yields findings; may raise Skip or Inconclusive.
+    """
+
+    id: str
+    title: str
+    why: str
+    severity: Severity
+    needs: tuple[Need, ...]
+    families: tuple[str, ...] | None
+    anywhere: bool
+    run: Callable[[Context], Iterator[Finding]]
+
+    @property
+    def group(self) -> str:
+        """The part of the id before the first dot."""
+        return self.id.split(".", 1)[0]
+
+
+@dataclass
+class Context:
+    """What a check may ask.
+
+    Attributes:
+        draft: the draft under judgement.
+        target: the target's `config.json`, where it was given.
+        target_path: its directory.
+        device: where numeric checks run.
+        engines: names of the engines whose verdict counts.
+        notes: figures that a passing check wants shown; the check sets `notes[its id]`.
+    """
+
+    draft: Draft
+    target: Mapping[str, Any] | None = None
+    target_path: str | None = None
+    device: str = "cpu"
+    engines: tuple[str, ...] = engines.NAMES
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> DraftSpec:
+        """The draft's spec; the registry runs checks that use it only where the family is known."""
+        if self.draft.spec is None:
+            raise Inconclusive("the draft's family is not known; see config.family")
+        return self.draft.spec
+
+    def fail(
+        self,
+        message: str,
+        *,
+        where: str = "",
+        got: Any = None,
+        due: Any = None,
+        fix: str = "",
+        fault: str | None = None,
+        severity: Severity = "error",
+    ) -> Finding:
+        """A finding, with what each engine does about `fault` (a slug of the engine models)."""
+        return Finding(
+            message=message,
+            severity=severity,
+            where=where,
+            got=got,
+            due=due,
+            fix=fix,
+            outcomes={} if fault is None else engines.outcomes(fault, self.draft.spec, self.engines),
+        )
+
+    def warn(self, message: str, **fields: Any) -> Finding:
+        """As `fail`, with severity `warning`."""
+        return self.fail(message, severity="warning", **fields)
+
+
+class UnknownCheckError(DraftError):
+    """A selection names no check and no group."""
+
+
+def check(
+    id: str,
+    *,
+    title: str,
+    why: str,
+    severity: Severity = "error",
+    needs: Sequence[Need] = ("config",),
+    families: Sequence[str] | None = None,
+    anywhere: bool = False,
+) -> Callable[[Callable[[Context], Iterator[Finding]]], Callable[[Context], Iterator[Finding]]]:
+    """Register the decorated generator as the check `id`."""
+
+    def register(run: Callable[[Context], Iterator[Finding]]) -> Callable[[Context], Iterator[Finding]]:
+        if id in REGISTRY:
+            raise ValueError(f"two checks have the id {id}")
+        REGISTRY[id] = Check(
+            id=id,
+            title=title,
+            why=why,
+            severity=severity,
+            needs=tuple(needs),
+            families=None if families is None else tuple(families),
+            anywhere=anywhere,
+            run=run,
+        )
+        return run
+
+    return register
+
+
+def select(checks: Iterable[str] | None = None, skip: Iterable[str] | None = None) -> tuple[Check, ...]:
+    """The checks that `checks` names (all where None), less those that `skip` names; each an id or a group.
+
+    Raises:
+        UnknownCheckError: a name that is neither, with the nearest ones.
+    """
+    chosen = set(REGISTRY) if checks is None else _expand(checks)
+    dropped = set() if skip is None else _expand(skip)
+    return tuple(item for id, item in REGISTRY.items() if id in chosen - dropped)
+
+
+def run(item: Check, context: Context) -> CheckResult:
+    """Run one check. A `DraftError` inside it is a finding; any other exception is a defect of the check and propagates."""
+    started = time.perf_counter()
+
+    def result(status: Status, message: str, findings: Sequence[Finding] = ()) -> CheckResult:
+        return CheckResult(
+            id=item.id,
+            status=status,
+            message=message,
+            findings=tuple(findings),
+            seconds=time.perf_counter() - started,
+        )
+
+    try:
+        _require(item, context)
+        findings = list(item.run(context))
+    except Skip as reason:
+        return result("skipped", str(reason))
+    except Inconclusive as reason:
+        return result("inconclusive", str(reason))
+    except DraftError as error:
+        place = ": ".join(part for part in (error.path, error.key) if part)
+        findings = [Finding(message=error.message, where=place, got=error.got, due=error.due)]
+    if not findings:
+        return result("passed", context.notes.get(item.id, ""))
+    findings.sort(key=lambda finding: finding.severity != "error")
+    return result("failed" if findings[0].severity == "error" else "warned", findings[0].message, findings)
+
+
+def worst(results: Iterable[CheckResult]) -> Status:
+    """The status that speaks for all of them."""
+    return max((result.status for result in results), key=STATUS_ORDER.index, default="passed")
+
+
+def _require(item: Check, context: Context) -> None:
+    """Raise where the evidence that `item` needs is not there."""
+    draft = context.draft
+    if not item.anywhere:
+        if draft.spec is None:
+            reason = draft.checkpoint.faults[0] if draft.checkpoint.faults else "see config.family"
+            raise Inconclusive(f"the draft's family is not known: {reason}")
+        if item.families is not None and draft.spec.family not in item.families:
+            raise Skip(f"for {_listed(item.families)} drafts; this one is {draft.spec.family}")
+        if {"headers", "tensors"} & set(item.needs):
+            if not draft.checkpoint.has_weights:
+                raise Inconclusive("no weights lie beside config.json; give the whole checkpoint directory")
+            if not draft.checkpoint.complete:
+                fault = [*draft.checkpoint.faults, *draft.checkpoint.index_faults][0]
+                raise Inconclusive(f"the weights cannot all be read: {fault}")
+    if "target" in item.needs and context.target is None:
+        raise Inconclusive("needs the target's config.json: --draft-target=DIR")
+    if "gpu" in item.needs and context.device == "cpu":
+        raise Inconclusive("needs a GPU: --draft-device=cuda")
+
+
+def _expand(names: Iterable[str]) -> set[str]:
+    groups = {item.group for item in REGISTRY.values()}
+    found: set[str] = set()
+    for name in names:
+        if name in REGISTRY:
+            found.add(name)
+        elif name in groups:
+            found |= {id for id, item in REGISTRY.items() if item.group == name}
+        else:
+            near = difflib.get_close_matches(name, [*groups, *REGISTRY], n=3, cutoff=0.5)
+            hint = f"; did you mean {_listed(near)}?" if near else f"; groups are {_listed(sorted(groups))}"
+            raise UnknownCheckError(f"no check and no group is called {name!r}{hint}", got=name, due=near)
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}" if names else "none"

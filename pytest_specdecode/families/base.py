@@ -1,0 +1,162 @@
+"""What a family module has to state, and what the rest of the library may ask of it.
+
+A family is a data sheet: the signals by which it is recognised, the parser that turns a configuration into a `DraftSpec`, the exact
+set of tensors as a function of that spec, the names they go by, and the layers' forward.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pytest_specdecode.checkpoint import Checkpoint, TensorHeader
+from pytest_specdecode.families.config import Section
+from pytest_specdecode.spec import DraftSpec, Extent, LayerSpec
+
+if TYPE_CHECKING:
+    import torch
+
+SignalKind = Literal["label", "tensors", "keys"]
+Need = Literal["required", "optional", "never"]
+
+
+class TensorSource(Protocol):
+    """Where a layer's builder takes its tensors from, in the dtype and on the device that the layer is built for."""
+
+    def under(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Every stored tensor whose canonical name starts with `prefix` and a dot, by the rest of its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """One piece of evidence for a family.
+
+    Attributes:
+        family: the family it speaks for.
+        kind: `label` (a name the file gives itself), `tensors` (names and shapes in the weights) or `keys` (config keys only that
+            family has). Labels outrank tensors, tensors outrank keys.
+        where: the place, such as `architectures[0]` or a tensor's name.
+        value: what stands there.
+    """
+
+    family: str
+    kind: SignalKind
+    where: str
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedTensor:
+    """One tensor that a spec calls for.
+
+    Attributes:
+        name: canonical name.
+        shape: `[out, in]`; None for an extent that the configuration does not settle.
+        need: `required`, `optional` or `never`.
+        reason: why it is optional, or must not be there.
+        kind: `float`, `int` or `bool`.
+        check: id of the check that reports its absence.
+        fault: slug by which the engine models know its absence.
+        layer: layer index, or None.
+    """
+
+    name: str
+    shape: tuple[Extent, ...]
+    need: Need = "required"
+    reason: str = ""
+    kind: Literal["float", "int", "bool"] = "float"
+    check: str = "weights.missing"
+    fault: str = "tensor-missing"
+    layer: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigView:
+    """A configuration as a parser sees it.
+
+    Attributes:
+        packaging: `plain` or `speculators`.
+        root: the whole file.
+        layer: where the transformer's own fields stand: the root, or a nested layer configuration.
+        tensors: headers by canonical name; empty where there are no weights.
+    """
+
+    packaging: str
+    root: Section
+    layer: Section
+    tensors: Mapping[str, TensorHeader]
+
+
+class ReferenceLayer(ABC):
+    """One draft layer in eager torch, with the probes that the checks run on it.
+
+    Attributes:
+        self_attn: the attention module, in the shape that fused-KV paths read.
+    """
+
+    self_attn: Any
+
+    @abstractmethod
+    def probe(self, tokens: int, seed: int, scale: float = 1.0, batch: int = 1) -> Mapping[str, torch.Tensor]:
+        """Random inputs of `tokens` positions in the layer's dtype, entries of about `scale`."""
+
+    @abstractmethod
+    def prefill(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The layer's output for all positions in one call."""
+
+    @abstractmethod
+    def incremental(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The same output, computed piece by piece through a cache."""
+
+
+class Family(ABC):
+    """One draft architecture.
+
+    Attributes:
+        name: as in reports, such as `eagle3-mla`.
+        title: for people.
+        fused_kv: None where the family has a stacked K/V path in some engine, else the reason why it has none.
+    """
+
+    name: str
+    title: str
+    fused_kv: str | None = None
+
+    @abstractmethod
+    def signals(self, view: ConfigView) -> list[Signal]:
+        """Evidence that a file is of this family."""
+
+    @abstractmethod
+    def parse(self, view: ConfigView) -> DraftSpec:
+        """The spec that the configuration (and, where it is silent, the tensors) states."""
+
+    @abstractmethod
+    def tensors(self, spec: DraftSpec) -> tuple[ExpectedTensor, ...]:
+        """Every tensor that `spec` calls for or allows, required ones first within their place."""
+
+    @abstractmethod
+    def build_layer(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> ReferenceLayer:
+        """The reference layer `layer`, its weights taken from `source`.
+
+        Raises:
+            LayerBuildError: the spec or a tensor does not allow it.
+        """
+
+    def canonical(self, name: str) -> str:
+        """The canonical name of a tensor that is stored as `name`."""
+        return name
+
+
+def open_view(checkpoint: Checkpoint, tensors: Mapping[str, TensorHeader] | None = None) -> ConfigView:
+    """How a parser sees `checkpoint`'s configuration; `tensors` are headers by canonical name."""
+    root = Section(checkpoint.config, file=checkpoint.path / "config.json")
+    packaged = "speculators_model_type" in root
+    layer = root.section("transformer_layer_config") if packaged else root
+    return ConfigView(
+        packaging="speculators" if packaged else "plain",
+        root=root,
+        layer=layer,
+        tensors=checkpoint.tensors if tensors is None else tensors,
+    )

@@ -1,0 +1,84 @@
+"""From a layer's spec and its tensors to the modules that a family's forward is made of.
+
+The one place where families meet torch: everything else in the package stays importable without it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pytest_specdecode.errors import LayerBuildError
+from pytest_specdecode.families.base import TensorSource
+from pytest_specdecode.layers import GatedMLP, GQAAttention, KVCache, LatentCache, MLAAttention, RMSNorm
+from pytest_specdecode.spec import LayerSpec, MLASpec
+
+Attention = GQAAttention | MLAAttention
+
+
+def build_attention(layer: LayerSpec, source: TensorSource) -> Attention:
+    """The attention of `layer`; LayerBuildError names what is missing or of the wrong shape."""
+    prefix = f"layers.{layer.index}.self_attn"
+    tensors = source.under(prefix)
+    spec = layer.attention
+    try:
+        if isinstance(spec, MLASpec):
+            return MLAAttention(spec, tensors, norm_eps=layer.norm_eps, norm_kind=layer.norm_kind)
+        return GQAAttention(spec, tensors, norm_eps=layer.norm_eps, norm_kind=layer.norm_kind)
+    except LayerBuildError as error:
+        raise _in_layer(error, prefix) from error
+
+
+def build_mlp(layer: LayerSpec, source: TensorSource) -> GatedMLP:
+    """The gated MLP of `layer`."""
+    prefix = f"layers.{layer.index}.mlp"
+    if layer.intermediate_size is None or layer.attention.out_features is None:
+        raise LayerBuildError("is not stated; the MLP's width is unknown", key="intermediate_size")
+    try:
+        return GatedMLP.from_tensors(
+            source.under(prefix),
+            in_features=layer.attention.out_features,
+            intermediate_size=layer.intermediate_size,
+            hidden_act=layer.hidden_act,
+            bias=layer.mlp_bias,
+        )
+    except LayerBuildError as error:
+        raise _in_layer(error, prefix) from error
+
+
+def build_norm(layer: LayerSpec, source: TensorSource, name: str) -> RMSNorm:
+    """The norm `name` of `layer`."""
+    weight = source.under(name).get("weight")
+    if weight is None:
+        raise LayerBuildError("is not in the weights", key=f"{name}.weight")
+    return RMSNorm(weight, layer.norm_eps, layer.norm_kind)
+
+
+def new_cache(attention: Attention) -> KVCache | LatentCache:
+    """An empty cache of the kind that `attention` keeps."""
+    return LatentCache() if isinstance(attention, MLAAttention) else KVCache()
+
+
+def random_states(
+    like: torch.Tensor, count: int, tokens: int, seed: int, scale: float, batch: int
+) -> list[torch.Tensor]:
+    """`count` normal tensors of deviation `scale`, `[tokens, H]` or `[batch, tokens, H]`, with dtype, device and H of `like` [H]."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (tokens, like.shape[0]) if batch == 1 else (batch, tokens, like.shape[0])
+    return [
+        (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(device=like.device, dtype=like.dtype)
+        for _ in range(count)
+    ]
+
+
+def positions_like(states: torch.Tensor) -> torch.Tensor:
+    """Positions 0, 1, … for states `[T, H]` or `[B, T, H]`."""
+    positions = torch.arange(states.shape[-2], device=states.device)
+    return positions if states.ndim == 2 else positions.expand(states.shape[0], -1)
+
+
+def _in_layer(error: LayerBuildError, prefix: str) -> LayerBuildError:
+    """The same error with the tensor's whole name; a message about the configuration keeps its key."""
+    key = error.key
+    if key is not None and key.endswith((".weight", ".bias")):
+        key = f"{prefix}.{key}"
+    return LayerBuildError(error.message, path=error.path, key=key, got=error.got, due=error.due)

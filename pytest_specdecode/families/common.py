@@ -1,0 +1,53 @@
+"""What the parsers of several families read in the same way."""
+
+from __future__ import annotations
+
+from pytest_specdecode.families.base import ConfigView
+from pytest_specdecode.spec import Extent, VocabularySpec
+
+
+def read_vocabulary(view: ConfigView) -> VocabularySpec:
+    """Token spaces; the draft's size under `draft_vocab_size` or nebius's older `truncated_vocab_size`."""
+    key = next(
+        (
+            name
+            for name in ("draft_vocab_size", "truncated_vocab_size")
+            if view.root.raw(name) is not None
+        ),
+        None,
+    )
+    tied = view.root.flag("tie_word_embeddings")
+    if tied is None:
+        tied = view.layer.flag("tie_word_embeddings")
+    return VocabularySpec(
+        vocab_size=view.layer.extent("vocab_size"),
+        draft_vocab_size=None if key is None else view.root.extent(key),
+        draft_vocab_key=key,
+        tie_word_embeddings=bool(tied),
+    )
+
+
+def read_head_dim(view: ConfigView) -> Extent:
+    """`head_dim` as stated, else H / heads where that is whole, else None."""
+    stated = view.layer.extent("head_dim")
+    if stated is not None:
+        return stated
+    hidden, heads = view.layer.extent("hidden_size"), view.layer.extent("num_attention_heads")
+    if not hidden or not heads or hidden % heads:
+        return None
+    return hidden // heads
+
+
+def read_dtype(view: ConfigView) -> str | None:
+    """The declared dtype without the `torch.` prefix, from `dtype`, `torch_dtype` or the layer configuration."""
+    for section in (view.root, view.layer):
+        name = section.text("dtype", "torch_dtype")
+        if name:
+            return name.removeprefix("torch.")
+    return None
+
+
+def read_eps(view: ConfigView) -> float:
+    """`rms_norm_eps`; 1e-6, the Llama and Qwen classes' default, where absent."""
+    eps = view.layer.number("rms_norm_eps")
+    return 1e-6 if eps is None else eps

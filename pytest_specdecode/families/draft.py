@@ -1,0 +1,228 @@
+"""`Draft`: a checkpoint with what it was recognised as; the one object that checks, fixtures and scripts share.
+
+Opening one needs the configuration and the headers only. Layers and the fused-KV path are built when asked for; that is when torch is
+imported and weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_specdecode.checkpoint import Checkpoint, TensorHeader
+from pytest_specdecode.errors import CheckpointError, ConfigError, LayerBuildError
+from pytest_specdecode.families.base import ExpectedTensor, Family, ReferenceLayer
+from pytest_specdecode.families.recognise import Recognition
+from pytest_specdecode.spec import DraftSpec, GQASpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_specdecode.fused_kv.path import FusedKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """Which stored tensor stands for which expected one.
+
+    Attributes:
+        stored: name on disk, by canonical name.
+        twice: names on disk that stand for an already bound canonical name, as (name, canonical name).
+        expected: what the spec calls for, by canonical name.
+        unexpected: stored tensors that no expected tensor accounts for, by name on disk.
+        missing: required tensors that are not stored.
+    """
+
+    stored: Mapping[str, str]
+    twice: tuple[tuple[str, str], ...]
+    expected: Mapping[str, ExpectedTensor]
+    unexpected: tuple[str, ...]
+    missing: tuple[ExpectedTensor, ...]
+
+
+class Draft:
+    """One draft checkpoint.
+
+    Attributes:
+        checkpoint: the files.
+        recognition: the evidence for its family.
+        family: the family, or None where it is not known.
+        spec: what the draft is, or None where the family is not known.
+        config_faults: configuration values of the wrong type.
+        binding: stored against expected tensors; None where the family is not known.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        recognition: Recognition,
+        family: Family | None,
+        spec: DraftSpec | None,
+        config_faults: tuple[ConfigError, ...],
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.recognition = recognition
+        self.family = family
+        self.spec = spec
+        self.config_faults = config_faults
+        self.binding = None if family is None or spec is None else _bind(checkpoint, family, spec)
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory."""
+        return self.checkpoint.path
+
+    @property
+    def name(self) -> str:
+        """The directory's name, for people; nothing is decided by it."""
+        return self.path.resolve().name
+
+    def header(self, name: str) -> TensorHeader | None:
+        """Header of the tensor with the canonical name `name`, or None."""
+        if self.binding is None or name not in self.binding.stored:
+            return None
+        return self.checkpoint.tensors[self.binding.stored[name]]
+
+    def tensor(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """The tensor with the canonical name `name`, in the stored dtype.
+
+        Raises:
+            CheckpointError: it is not stored, or its data cannot be read.
+        """
+        header = self.header(name)
+        if header is None:
+            raise CheckpointError("is not in the weights", path=self.path, key=name)
+        return self.checkpoint.tensor(header.name, rows)
+
+    def layer(
+        self, index: int, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> ReferenceLayer:
+        """Reference layer `index`, freshly built.
+
+        Args:
+            index: from 0.
+            dtype: of the weights and the arithmetic; the stored one where None.
+            device: where the weights go.
+
+        Raises:
+            LayerBuildError: the spec lacks a value, or a tensor is missing or of the wrong shape.
+        """
+        family, spec = self._known()
+        if not 0 <= index < len(spec.layers):
+            raise LayerBuildError(f"layer {index} of a draft with {len(spec.layers)} layers", path=self.path)
+        return family.build_layer(spec, spec.layers[index], _Source(self, dtype, device))
+
+    def layers(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> tuple[ReferenceLayer, ...]:
+        """Every reference layer, freshly built; see `layer`."""
+        _, spec = self._known()
+        return tuple(self.layer(index, dtype=dtype, device=device) for index in range(len(spec.layers)))
+
+    @property
+    def fused_kv_reason(self) -> str | None:
+        """Why this draft has no stacked K/V path, or None where it has one."""
+        family, spec = self._known()
+        if family.fused_kv is not None:
+            return family.fused_kv
+        if spec.block is not None and spec.block.variant == "laguna":
+            return "Laguna norms the context anew in every layer, so one stack over all layers does not serve it"
+        if not all(isinstance(layer.attention, GQASpec) for layer in spec.layers):
+            return "its layers hold latents, which the stack of K and V heads does not serve"
+        return None
+
+    def fused_kv(
+        self,
+        *,
+        layers: tuple[ReferenceLayer, ...] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        max_position_hint: int | None = None,
+    ) -> FusedKV:
+        """The stacked K/V path over all layers, as an engine would build it.
+
+        Raises:
+            FusedKVError: the layers are not of one shape, or the family has no such path.
+        """
+        from pytest_specdecode.errors import StackUnsupportedError
+        from pytest_specdecode.fused_kv.path import FusedKV
+
+        if (reason := self.fused_kv_reason) is not None:
+            raise StackUnsupportedError(reason)
+        built: tuple[Any, ...] = self.layers(dtype=dtype, device=device) if layers is None else layers
+        first = built[0].self_attn
+        return FusedKV(
+            built,
+            first.rotary_emb,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            device=device,
+            max_position_hint=max_position_hint,
+        )
+
+    def describe(self) -> str:
+        """One line: family, packaging, layers, parameters, dtype."""
+        if self.spec is None:
+            return f"{self.name}: family not recognised"
+        parts = [f"{self.spec.family} ({self.spec.packaging})", _count(len(self.spec.layers), "layer")]
+        if self.checkpoint.tensors:
+            parts.append(f"{_millions(self.checkpoint.num_parameters)} parameters")
+            dtypes = sorted({header.dtype for header in self.checkpoint.tensors.values() if header.is_float})
+            parts.append(" and ".join(dtypes))
+        else:
+            parts.append("configuration only")
+        return f"{self.name}: {', '.join(parts)}"
+
+    def _known(self) -> tuple[Family, DraftSpec]:
+        if self.family is None or self.spec is None:
+            raise LayerBuildError("the draft's family is not known", path=self.path)
+        return self.family, self.spec
+
+
+class _Source:
+    """The draft's tensors as a layer's builder takes them."""
+
+    def __init__(self, draft: Draft, dtype: torch.dtype | None, device: torch.device | str) -> None:
+        self._draft, self._dtype, self._device = draft, dtype, device
+
+    def under(self, prefix: str) -> dict[str, torch.Tensor]:
+        stored = self._draft.binding.stored if self._draft.binding is not None else {}
+        return {
+            name.removeprefix(f"{prefix}."): self._draft.tensor(name).to(device=self._device, dtype=self._dtype)
+            for name in stored
+            if name.startswith(f"{prefix}.")
+        }
+
+
+def _bind(checkpoint: Checkpoint, family: Family, spec: DraftSpec) -> Binding:
+    expected = {tensor.name: tensor for tensor in family.tensors(spec)}
+    stored: dict[str, str] = {}
+    twice: list[tuple[str, str]] = []
+    for name in checkpoint.tensors:
+        canonical = family.canonical(name)
+        if canonical in stored:
+            twice.append((name, canonical))
+        else:
+            stored[canonical] = name
+    return Binding(
+        stored=stored,
+        twice=tuple(twice),
+        expected=expected,
+        unexpected=tuple(name for canonical, name in stored.items() if canonical not in expected),
+        missing=tuple(
+            tensor for tensor in expected.values() if tensor.need == "required" and tensor.name not in stored
+        ),
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _millions(number: int) -> str:
+    for scale, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return str(number)

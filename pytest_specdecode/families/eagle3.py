@@ -1,0 +1,383 @@
+"""EAGLE3, Llama style, with the 3.1 switches: one layer that reads the token's embedding beside the target's tapped states.
+
+Layer 0, for a token's embedding and a hidden state g [T, H] (the fused taps at first, the recycled state after that):
+
+    e = input_layernorm(embed)          n = hidden_norm(g)
+    r = n if norm_before_residual else g
+    y = r + self_attn([e, n])           z = y + mlp(post_attention_layernorm(y))
+    logits = lm_head(norm(z))           recycled = norm(z) if norm_output else z
+
+The taps are fused by `fc` over their concatenation [T, K * Ht], each normed before by `fc_norm` (3.1), or all at once by `input_norm`
+(`norm_before_fc`). Layers from 1 on are plain decoder layers over H.
+
+Sources: SafeAILab/EAGLE `eagle/model/cnets.py`, SpecForge `specforge/modeling/draft/llama3_eagle.py`, vLLM `llama_eagle3.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pytest_specdecode.families.base import (
+    ConfigView,
+    ExpectedTensor,
+    Family,
+    ReferenceLayer,
+    Signal,
+    TensorSource,
+)
+from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, read_vocabulary
+from pytest_specdecode.families.rope import read_rope
+from pytest_specdecode.families.tensors import (
+    bias,
+    embedding,
+    gqa_tensors,
+    mlp_tensors,
+    norm,
+    vocabulary_tensors,
+)
+from pytest_specdecode.spec import (
+    DraftSpec,
+    Eagle3Flags,
+    Extent,
+    GQASpec,
+    LayerSpec,
+    MLASpec,
+    Stated,
+    TapsSpec,
+    times,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+#: Taps that every engine assumes where a file states neither ids nor a count.
+DEFAULT_TAP_COUNT = 3
+
+_LEGACY = {
+    "logit_head.": "lm_head.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
+
+
+class Eagle3(Family):
+    """EAGLE3 with grouped-query attention."""
+
+    name = "eagle3"
+    title = "EAGLE3 (Llama style)"
+    fused_kv = "an EAGLE3 draft computes the K/V of its own steps; no engine stacks them over layers"
+
+    def signals(self, view: ConfigView) -> list[Signal]:
+        """Label, 2H-wide q_proj under an `fc`, or EAGLE3's own keys."""
+        return [
+            *label_signals(view, self.name, mla=False),
+            *self._tensor_signals(view),
+            *([] if is_mla(view) else key_signals(view, self.name)),
+        ]
+
+    def parse(self, view: ConfigView) -> DraftSpec:
+        """The spec; layers from 1 on read H, layer 0 reads 2H."""
+        return parse_eagle3(view, self.name, self._attention)
+
+    def tensors(self, spec: DraftSpec) -> tuple[ExpectedTensor, ...]:
+        """`fc`, the layers, `norm`, and the vocabulary's tensors."""
+        return tuple(eagle3_tensors(spec))
+
+    def build_layer(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> ReferenceLayer:
+        """The reference layer."""
+        return Eagle3Layer(spec, layer, source)
+
+    def canonical(self, name: str) -> str:
+        """`midlayer.`, a leading `model.` and the legacy names of heads and tap norms."""
+        return canonical_eagle3(name)
+
+    def _tensor_signals(self, view: ConfigView) -> list[Signal]:
+        return width_signals(view, self.name, "layers.0.self_attn.q_proj.weight")
+
+    def _attention(self, view: ConfigView, index: int) -> GQASpec:
+        hidden = view.layer.extent("hidden_size")
+        head_dim = read_head_dim(view)
+        has_bias = bool(view.layer.flag("attention_bias"))
+        return GQASpec(
+            num_heads=view.layer.extent("num_attention_heads"),
+            num_kv_heads=view.layer.extent("num_key_value_heads", "num_attention_heads"),
+            head_dim=head_dim,
+            in_features=times(2, hidden) if index == 0 else hidden,
+            out_features=hidden,
+            rope=read_rope(view.layer, head_dim=head_dim, is_neox_style=view.layer.flag("is_neox_style") is not False),
+            qk_norm=f"layers.{index}.self_attn.q_norm.weight" in view.tensors
+            or (not view.tensors and view.layer.text("model_type") == "qwen3" and view.packaging == "speculators"),
+            qkv_bias=has_bias,
+            o_bias=has_bias,
+            sliding_window=view.layer.extent("sliding_window") if view.layer.flag("use_sliding_window") else None,
+        )
+
+
+class Eagle3Layer(ReferenceLayer):
+    """One EAGLE3 layer over grouped-query or latent attention; see the module's formula.
+
+    Attributes:
+        first: whether this is layer 0, which reads the embedding beside the hidden state.
+        norm_before_residual: where the residual is taken; what the file does not say is the raw state, as EAGLE trains.
+    """
+
+    def __init__(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> None:
+        from pytest_specdecode.families.building import build_attention, build_mlp, build_norm
+
+        prefix = f"layers.{layer.index}"
+        self.first = layer.index == 0
+        self.norm_before_residual = bool(spec.eagle3 and spec.eagle3.norm_before_residual)
+        self.self_attn = build_attention(layer, source)
+        self.mlp = build_mlp(layer, source)
+        self.input_layernorm = build_norm(layer, source, f"{prefix}.input_layernorm")
+        self.post_attention_layernorm = build_norm(layer, source, f"{prefix}.post_attention_layernorm")
+        self.hidden_norm = build_norm(layer, source, f"{prefix}.hidden_norm") if self.first else None
+
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any = None
+    ) -> torch.Tensor:
+        """The new hidden state z.
+
+        Args:
+            embeds: [T, H] or [B, T, H]; read by layer 0 only.
+            hidden: like `embeds`.
+            positions: [T] or [B, T], absolute.
+            cache: what `new_cache` gave, to continue a sequence.
+        """
+        import torch
+
+        if self.hidden_norm is None:
+            states, residual = self.input_layernorm(hidden), hidden
+        else:
+            normed = self.hidden_norm(hidden)
+            states = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+            residual = normed if self.norm_before_residual else hidden
+        attended = residual + self.self_attn(states, positions, cache=cache)
+        return attended + self.mlp(self.post_attention_layernorm(attended))
+
+    def probe(self, tokens: int, seed: int, scale: float = 1.0, batch: int = 1) -> Mapping[str, torch.Tensor]:
+        """Embeddings, hidden states and positions 0, 1, …"""
+        from pytest_specdecode.families.building import positions_like, random_states
+
+        embeds, hidden = random_states(self.input_layernorm.weight, 2, tokens, seed, scale, batch)
+        return {"embeds": embeds, "hidden": hidden, "positions": positions_like(embeds)}
+
+    def prefill(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One call over all positions."""
+        return self.forward(inputs["embeds"], inputs["hidden"], inputs["positions"])
+
+    def incremental(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A prefix of half the positions, then one position a call."""
+        import torch
+
+        from pytest_specdecode.families.building import new_cache
+
+        cache = new_cache(self.self_attn)
+        tokens = inputs["embeds"].shape[-2]
+        cuts = [0, *range(max(1, tokens // 2), tokens + 1)]
+        pieces = [
+            self.forward(
+                inputs["embeds"][..., start:end, :],
+                inputs["hidden"][..., start:end, :],
+                inputs["positions"][..., start:end],
+                cache,
+            )
+            for start, end in itertools.pairwise(cuts)
+        ]
+        return torch.cat(pieces, dim=-2)
+
+
+def label_signals(view: ConfigView, family: str, *, mla: bool) -> list[Signal]:
+    """Architectures and speculators types that name EAGLE3; those that name DeepSeek are the latent form's."""
+    found = [
+        Signal(family=family, kind="label", where=f"architectures[{position}]", value=architecture)
+        for position, architecture in enumerate(view.root.texts("architectures"))
+        if re.search(r"eagle-?3", architecture, re.IGNORECASE) and ("deepseek" in architecture.lower()) == mla
+    ]
+    if not mla and view.root.text("speculators_model_type") == "eagle3":
+        found.append(Signal(family=family, kind="label", where="speculators_model_type", value="eagle3"))
+    return found
+
+
+def key_signals(view: ConfigView, family: str) -> list[Signal]:
+    """Keys that only EAGLE3 configurations have."""
+    keys = [key for key in ("eagle_config", "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state") if key in view.root]
+    reduced = [key for key in ("draft_vocab_size", "truncated_vocab_size") if view.root.raw(key) is not None]
+    if view.root.texts("architectures") == ("LlamaForCausalLM",) and view.root.raw("num_hidden_layers") == 1:
+        keys += reduced
+    return [
+        Signal(family=family, kind="keys", where=key, value=view.root.raw(key))
+        for key in keys
+        if view.root.raw(key) is not None
+    ]
+
+
+def width_signals(view: ConfigView, family: str, projection: str) -> list[Signal]:
+    """`fc.weight` beside a first projection that reads twice its rows."""
+    fc, first = view.tensors.get("fc.weight"), view.tensors.get(projection)
+    if fc is None or first is None or len(fc.shape) != 2 or len(first.shape) != 2:
+        return []
+    if first.shape[1] != 2 * fc.shape[0]:
+        return []
+    return [Signal(family=family, kind="tensors", where=projection, value=list(first.shape))]
+
+
+def is_mla(view: ConfigView) -> bool:
+    """Whether the configuration or the tensors speak of latent attention."""
+    return view.layer.raw("kv_lora_rank") is not None or any("kv_a_proj_with_mqa" in name for name in view.tensors)
+
+
+def canonical_eagle3(name: str) -> str:
+    """See `Eagle3.canonical`."""
+    name = name.removeprefix("model.")
+    if name.startswith("midlayer."):
+        name = "layers.0." + name.removeprefix("midlayer.")
+    for old, new in _LEGACY.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def parse_eagle3(view: ConfigView, family: str, attention: Any) -> DraftSpec:
+    """A spec of the EAGLE3 kind; `attention(view, index)` reads one layer's attention."""
+    stated = view.layer.layers()
+    hidden = view.layer.extent("hidden_size")
+    flags = _flags(view)
+    return DraftSpec(
+        family=family,
+        packaging=view.packaging,
+        architectures=view.root.texts("architectures"),
+        model_type=view.layer.text("model_type"),
+        hidden_size=hidden,
+        target_hidden_size=view.root.extent("target_hidden_size") or hidden,
+        num_hidden_layers=stated,
+        layers=tuple(
+            LayerSpec(
+                index=index,
+                attention=attention(view, index),
+                intermediate_size=view.layer.extent("intermediate_size"),
+                hidden_act=view.layer.text("hidden_act") or "silu",
+                mlp_bias=bool(view.layer.flag("mlp_bias")),
+                norm_eps=read_eps(view),
+                is_causal=True,
+            )
+            for index in range(_layers_built(view, stated))
+        ),
+        vocabulary=read_vocabulary(view),
+        taps=_taps(view),
+        dtype=read_dtype(view),
+        norm_eps=read_eps(view),
+        eagle3=flags,
+    )
+
+
+def eagle3_tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
+    """The tensors of an EAGLE3 draft, latent attention included."""
+    hidden, target_hidden = spec.hidden_size, spec.target_hidden_size
+    flags = spec.eagle3 or Eagle3Flags()
+    width = times(spec.taps.count, target_hidden)
+    yield ExpectedTensor(
+        name="fc.weight",
+        shape=(hidden, width if spec.taps.required else None),
+        need="required" if spec.taps.required else "optional",
+        reason="" if spec.taps.required else "`use_aux_hidden_state` is false: the draft reads one hidden state",
+        fault="fc-missing",
+    )
+    yield bias("fc.bias", hidden, flags.fc_bias)
+    if flags.norm_before_fc:
+        yield norm("input_norm", width)
+    if flags.fc_norm:
+        for index in range(spec.taps.count or 0):
+            yield norm(f"fc_norm.{index}", target_hidden)
+    for layer in spec.layers:
+        prefix = f"layers.{layer.index}"
+        if layer.index == 0:
+            yield norm(f"{prefix}.hidden_norm", hidden, 0)
+        else:
+            yield ExpectedTensor(
+                name=f"{prefix}.hidden_norm.weight",
+                shape=(hidden,),
+                need="optional",
+                reason="engines differ on whether layers from 1 on norm the hidden state with it",
+                layer=layer.index,
+            )
+        yield norm(f"{prefix}.input_layernorm", hidden, layer.index)
+        if isinstance(layer.attention, MLASpec):
+            yield from mla_tensors(layer, layer.attention)
+        else:
+            yield from gqa_tensors(layer, layer.attention)
+        yield norm(f"{prefix}.post_attention_layernorm", hidden, layer.index)
+        yield from mlp_tensors(layer, hidden)
+    yield norm("norm", hidden)
+    yield from vocabulary_tensors(spec, own_head=spec.vocabulary.draft_vocab_size is not None)
+    yield embedding(spec, required=None not in (hidden, target_hidden) and hidden != target_hidden)
+
+
+def mla_tensors(layer: LayerSpec, attention: MLASpec) -> Iterator[ExpectedTensor]:
+    """DeepSeek's latent attention, its down projections `in_features` wide."""
+    prefix = f"layers.{layer.index}.self_attn"
+    latent, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
+    value = attention.v_head_dim
+    nope_and_value = None if attention.qk_nope_head_dim is None or value is None else attention.qk_nope_head_dim + value
+    shapes: dict[str, tuple[Extent, ...]] = {
+        "q_a_proj": (attention.q_lora_rank, attention.in_features),
+        "q_a_layernorm": (attention.q_lora_rank,),
+        "q_b_proj": (times(attention.num_heads, attention.qk_head_dim), attention.q_lora_rank),
+        "kv_a_proj_with_mqa": (None if latent is None or rope is None else latent + rope, attention.in_features),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (times(attention.num_heads, nope_and_value), latent),
+        "o_proj": (attention.out_features, times(attention.num_heads, value)),
+    }
+    for name, shape in shapes.items():
+        yield ExpectedTensor(name=f"{prefix}.{name}.weight", shape=shape, layer=layer.index)
+
+
+def _layers_built(view: ConfigView, stated: int | None) -> int:
+    """Layers whose tensors are due: as stated, but one where the file shows one (training classes build one `midlayer`)."""
+    held = {int(match[1]) for name in view.tensors if (match := re.match(r"layers\.(\d+)\.", name))}
+    if held:
+        return max(held) + 1
+    return stated or 1
+
+
+def _flags(view: ConfigView) -> Eagle3Flags:
+    nested = view.root.section("eagle_config")
+
+    def read(*names: str) -> bool | None:
+        value = nested.flag(*names)
+        return value if value is not None else view.root.flag(*names)
+
+    return Eagle3Flags(
+        norm_before_residual=read("norm_before_residual"),
+        norm_before_fc=bool(read("norm_before_fc")),
+        fc_norm=bool(read("fc_norm", "use_aux_norm")),
+        norm_output=bool(read("norm_output", "return_hidden_post_norm")),
+        fc_bias=bool(view.root.flag("bias")),
+    )
+
+
+def _taps(view: ConfigView) -> TapsSpec:
+    nested = view.root.section("eagle_config")
+    key = "eagle_aux_hidden_state_layer_ids"
+    found = [
+        (Stated(key=section.path(key), value=list(ids)), ids)
+        for section in (nested, view.root)
+        if (ids := section.ids(key))
+    ]
+    used = nested.flag("use_aux_hidden_state")
+    if used is None:
+        used = view.root.flag("use_aux_hidden_state")
+    counted = view.root.extent("num_aux_hidden_states")
+    ids = found[0][1] if found else None
+    return TapsSpec(
+        ids=ids,
+        convention="boundary" if view.packaging == "speculators" else None,
+        count=len(ids) if ids else (counted or DEFAULT_TAP_COUNT),
+        stated=tuple(stated for stated, _ in found),
+        num_target_layers=view.root.extent("num_target_layers", "target_num_hidden_layers"),
+        required=used is not False,
+    )

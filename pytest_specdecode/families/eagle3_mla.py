@@ -1,0 +1,78 @@
+"""EAGLE3 with DeepSeek's latent attention (Kimi K2.x and K3 heads).
+
+The layer is EAGLE3's; only the attention differs: its two down projections read [embedding, hidden], 2H wide, and its RoPE is
+interleaved on `qk_rope_head_dim` lanes. A yarn scaling dictionary is DeepSeek's kind, with `mscale` and `mscale_all_dim`.
+
+Sources: SGLang `srt/models/kimi_k25_eagle3.py`, vLLM `deepseek_eagle3.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
+from pytest_specdecode.families.eagle3 import (
+    Eagle3Layer,
+    canonical_eagle3,
+    eagle3_tensors,
+    is_mla,
+    key_signals,
+    label_signals,
+    parse_eagle3,
+    width_signals,
+)
+from pytest_specdecode.families.rope import read_rope
+from pytest_specdecode.spec import DraftSpec, LayerSpec, MLASpec, times
+
+
+class Eagle3MLA(Family):
+    """EAGLE3 with multi-head latent attention."""
+
+    name = "eagle3-mla"
+    title = "EAGLE3-MLA (Kimi K2.x)"
+    fused_kv = (
+        "an EAGLE3-MLA draft has one layer and interleaved RoPE on a latent; no engine has a stacked K/V path for it"
+    )
+
+    def signals(self, view: ConfigView) -> list[Signal]:
+        """Label, 2H-wide q_a_proj under an `fc`, or EAGLE3's keys beside `kv_lora_rank`."""
+        return [
+            *label_signals(view, self.name, mla=True),
+            *width_signals(view, self.name, "layers.0.self_attn.q_a_proj.weight"),
+            *(key_signals(view, self.name) if is_mla(view) else []),
+        ]
+
+    def parse(self, view: ConfigView) -> DraftSpec:
+        """The spec; a missing or null rank stays None."""
+        return parse_eagle3(view, self.name, _attention)
+
+    def tensors(self, spec: DraftSpec) -> tuple[ExpectedTensor, ...]:
+        """EAGLE3's tensors with the latent projections."""
+        return tuple(eagle3_tensors(spec))
+
+    def build_layer(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> ReferenceLayer:
+        """The reference layer."""
+        return Eagle3Layer(spec, layer, source)
+
+    def canonical(self, name: str) -> str:
+        """As EAGLE3."""
+        return canonical_eagle3(name)
+
+
+def _attention(view: ConfigView, index: int) -> MLASpec:
+    hidden = view.layer.extent("hidden_size")
+    rope_dim = view.layer.extent("qk_rope_head_dim")
+    rope = read_rope(view.layer, head_dim=rope_dim, is_neox_style=False)
+    if rope.rope_type == "yarn":
+        rope = replace(rope, rope_type="deepseek_yarn")
+    return MLASpec(
+        num_heads=view.layer.extent("num_attention_heads"),
+        q_lora_rank=view.layer.extent("q_lora_rank"),
+        kv_lora_rank=view.layer.extent("kv_lora_rank"),
+        qk_nope_head_dim=view.layer.extent("qk_nope_head_dim"),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=view.layer.extent("v_head_dim"),
+        in_features=times(2, hidden) if index == 0 else hidden,
+        out_features=hidden,
+        rope=rope,
+    )

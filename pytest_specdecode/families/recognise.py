@@ -1,0 +1,104 @@
+"""Which family a checkpoint is, decided on its configuration and tensors, never on its folder's name.
+
+Every family states the signals that speak for it. Names that a file gives itself (architecture, speculators type, projector type)
+outrank the tensors' names and shapes, and those outrank configuration keys. Where signals of the highest kind present disagree, no
+family is chosen; where a lower kind contradicts the choice, the choice stands and the contradiction is kept for a finding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pytest_specdecode.families.base import ConfigView, Family, Signal, SignalKind
+
+#: From the signals that settle a family to those that only suggest one.
+KINDS: tuple[SignalKind, ...] = ("label", "tensors", "keys")
+
+#: Families that are known by name only: a file of one of them is turned away by name, not misread as a neighbour.
+NOT_READ: tuple[tuple[str, str], ...] = (
+    ("dspark", r"DSpark"),
+    ("dflash2", r"^DFlash2"),
+    ("domino", r"Domino"),
+    ("dflare", r"DFlare"),
+    ("peagle", r"P-?Eagle"),
+    ("eagle4", r"Eagle-?4"),
+    ("gemma4-assistant", r"Gemma4Assistant"),
+    ("mtp", r"MTP|NextN"),
+    ("medusa", r"Medusa"),
+    ("hydra", r"Hydra"),
+    ("mlp-speculator", r"MLPSpeculator"),
+    ("xpress", r"XPress"),
+)
+_NOT_READ_TYPES = {"eagle": "eagle1", "medusa": "medusa", "mlp_speculator": "mlp-speculator"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recognition:
+    """What recognition found.
+
+    Attributes:
+        family: the name of the family, or None where none or several are named.
+        signals: all evidence, strongest first.
+        disagreement: the families that the evidence names, where that is more than one.
+    """
+
+    family: str | None
+    signals: tuple[Signal, ...]
+    disagreement: tuple[str, ...] = ()
+
+    def evidence(self) -> dict[str, list[str]]:
+        """Per family, the signals that speak for it, as text."""
+        found: dict[str, list[str]] = {}
+        for signal in self.signals:
+            found.setdefault(signal.family, []).append(f"{signal.where} = {signal.value!r}")
+        return found
+
+
+def recognise(view: ConfigView, families: Sequence[Family]) -> Recognition:
+    """The family of the checkpoint that `view` shows, among `families`."""
+    signals = [signal for family in families for signal in family.signals(view)] + _by_name_only(view)
+    signals.sort(key=lambda signal: KINDS.index(signal.kind))
+    named = _named(signals)
+    strongest = next((named[kind] for kind in KINDS if named[kind]), [])
+    # Keys alone never contradict a name or the tensors: configurations copied from elsewhere carry foreign keys.
+    telling = sorted({*named["label"], *named["tensors"]}) or sorted(named["keys"])
+    return Recognition(
+        family=strongest[0] if len(strongest) == 1 else None,
+        signals=tuple(signals),
+        disagreement=tuple(telling) if len(telling) > 1 else (),
+    )
+
+
+def _named(signals: Sequence[Signal]) -> dict[SignalKind, list[str]]:
+    return {kind: sorted({signal.family for signal in signals if signal.kind == kind}) for kind in KINDS}
+
+
+def _by_name_only(view: ConfigView) -> list[Signal]:
+    def label(family: str, where: str, value: object) -> Signal:
+        return Signal(family=family, kind="label", where=where, value=value)
+
+    found = [
+        label(family, f"architectures[{position}]", architecture)
+        for position, architecture in enumerate(view.root.texts("architectures"))
+        for family, pattern in NOT_READ
+        if re.search(pattern, architecture)
+    ]
+    architectures = view.root.texts("architectures")
+    found += [
+        label("eagle1", f"architectures[{position}]", architecture)
+        for position, architecture in enumerate(architectures)
+        if re.match(r"Eagle(?!-?[34])", architecture) and "MTP" not in architecture
+    ]
+    packaged = view.root.text("speculators_model_type")
+    if packaged in {family for family, _ in NOT_READ}:
+        found.append(label(str(packaged), "speculators_model_type", packaged))
+    model_type = view.root.text("model_type")
+    if model_type in _NOT_READ_TYPES:
+        found.append(label(_NOT_READ_TYPES[model_type], "model_type", model_type))
+    nested = view.root.section("dflash_config")
+    projector = nested.text("projector_type")
+    if projector and projector != "dflash":
+        found.append(label(projector, nested.path("projector_type"), projector))
+    return found

@@ -1,0 +1,110 @@
+"""The tensors that several families share, as functions of a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pytest_specdecode.families.base import ExpectedTensor
+from pytest_specdecode.spec import DraftSpec, Extent, GQASpec, LayerSpec, plus, times
+
+
+def gqa_tensors(layer: LayerSpec, attention: GQASpec, *, fused_qkv: bool = False) -> Iterator[ExpectedTensor]:
+    """Projections of grouped-query attention and, where the layer has them, its head norms."""
+    prefix = f"layers.{layer.index}.self_attn"
+    q_rows = times(attention.num_heads, attention.head_dim)
+    kv_rows = times(attention.num_kv_heads, attention.head_dim)
+    rows: list[tuple[str, Extent]] = [("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)]
+    if fused_qkv:
+        rows = [("qkv_proj", plus(q_rows, times(2, kv_rows)))]
+    for name, extent in rows:
+        yield ExpectedTensor(
+            name=f"{prefix}.{name}.weight", shape=(extent, attention.in_features), layer=layer.index
+        )
+    yield ExpectedTensor(
+        name=f"{prefix}.o_proj.weight", shape=(attention.out_features, q_rows), layer=layer.index
+    )
+    for name, extent in rows:
+        yield bias(f"{prefix}.{name}.bias", extent, attention.qkv_bias, layer.index)
+    yield bias(f"{prefix}.o_proj.bias", attention.out_features, attention.o_bias, layer.index)
+    if attention.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield ExpectedTensor(name=f"{prefix}.{name}.weight", shape=(attention.head_dim,), layer=layer.index)
+
+
+def bias(name: str, rows: Extent, flag: bool, layer: int | None = None) -> ExpectedTensor:
+    """A bias that is there exactly where its flag says."""
+    return ExpectedTensor(
+        name=name,
+        shape=(rows,),
+        need="required" if flag else "never",
+        reason="" if flag else "no flag of the configuration gives this projection a bias",
+        check="weights.biases",
+        fault="bias-missing",
+        layer=layer,
+    )
+
+
+def mlp_tensors(layer: LayerSpec, hidden_size: Extent) -> Iterator[ExpectedTensor]:
+    """A gated MLP."""
+    prefix = f"layers.{layer.index}.mlp"
+    inner = layer.intermediate_size
+    for name, shape in (
+        ("gate_proj", (inner, hidden_size)),
+        ("up_proj", (inner, hidden_size)),
+        ("down_proj", (hidden_size, inner)),
+    ):
+        yield ExpectedTensor(name=f"{prefix}.{name}.weight", shape=shape, layer=layer.index)
+        if layer.mlp_bias:
+            yield bias(f"{prefix}.{name}.bias", shape[0], True, layer.index)
+
+
+def norm(name: str, width: Extent, layer: int | None = None) -> ExpectedTensor:
+    """The weight of a norm."""
+    return ExpectedTensor(name=f"{name}.weight", shape=(width,), layer=layer)
+
+
+def vocabulary_tensors(spec: DraftSpec, *, own_head: bool) -> Iterator[ExpectedTensor]:
+    """Head and maps between the token spaces: `lm_head` [Vd, H], `d2t` [Vd], `t2d` [V].
+
+    Args:
+        spec: the draft.
+        own_head: whether this draft must bring its own head.
+    """
+    vocabulary = spec.vocabulary
+    yield ExpectedTensor(
+        name="lm_head.weight",
+        shape=(vocabulary.head_rows, spec.hidden_size),
+        need="required" if own_head else "optional",
+        reason="" if own_head else "the target's head serves where the draft has none",
+        check="vocabulary.lm-head",
+        fault="lm-head-missing",
+    )
+    reduced = vocabulary.is_reduced
+    yield ExpectedTensor(
+        name="d2t",
+        shape=(vocabulary.head_rows,),
+        need="required" if reduced else "optional",
+        reason="" if reduced else "with the target's vocabulary the map is the identity",
+        kind="int",
+        check="vocabulary.d2t",
+        fault="d2t-missing",
+    )
+    yield ExpectedTensor(
+        name="t2d",
+        shape=(vocabulary.vocab_size,),
+        need="optional",
+        reason="trainers read it, engines do not",
+        kind="bool",
+        check="vocabulary.t2d",
+    )
+
+
+def embedding(spec: DraftSpec, *, required: bool = False) -> ExpectedTensor:
+    """`embed_tokens` [V, H]; the target's serves where it is absent."""
+    return ExpectedTensor(
+        name="embed_tokens.weight",
+        shape=(spec.vocabulary.vocab_size, spec.hidden_size),
+        need="required" if required else "optional",
+        reason="" if required else "the target's embedding serves where the draft has none",
+        fault="embedding-missing",
+    )

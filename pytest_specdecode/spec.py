@@ -1,0 +1,280 @@
+"""`DraftSpec`: what a draft *is*, the same for every packaging.
+
+A family's parser turns a raw configuration into these frozen records. Nothing here guesses: a field that the file does not state and
+that cannot be derived from what it states is None, and whoever needs it says so. Shapes are `[out, in]`, as torch's Linear keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+#: An extent that may not be known yet.
+Extent = int | None
+
+
+def times(*factors: Extent) -> Extent:
+    """The product, or None where a factor is unknown."""
+    product = 1
+    for factor in factors:
+        if factor is None:
+            return None
+        product *= factor
+    return product
+
+
+def plus(*terms: Extent) -> Extent:
+    """The sum, or None where a term is unknown."""
+    total = 0
+    for term in terms:
+        if term is None:
+            return None
+        total += term
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stated:
+    """A value together with the place that states it.
+
+    Attributes:
+        key: dotted path in `config.json`, such as `dflash_config.block_size`.
+        value: the value found there, as parsed.
+    """
+
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding of one layer.
+
+    Attributes:
+        theta: the base that the file states (first of `theta_stated`), or None.
+        rope_type: `default`, `linear`, `dynamic`, `yarn`, `deepseek_yarn`, `llama3`, `longrope`, `proportional`, …
+        rotary_dim: leading lanes of a head that rotate.
+        is_neox_style: rotate-half (True) or interleaved pairs (False).
+        scaling: the fields of the scaling dictionary as stated, without theta; empty for `default`.
+        max_position_embeddings: as stated.
+        theta_stated: every place that states a theta, in the order in which they are to be read.
+    """
+
+    theta: float | None
+    rope_type: str = "default"
+    rotary_dim: Extent = None
+    is_neox_style: bool = True
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    max_position_embeddings: Extent = None
+    theta_stated: tuple[Stated, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQASpec:
+    """Grouped-query attention (one KV head: MQA; as many as query heads: MHA).
+
+    Attributes:
+        in_features: width that q, k and v read: H, or 2H in an EAGLE3 first layer.
+        out_features: width that o writes, H.
+        qk_norm: a norm per head on q and k.
+        qkv_bias, o_bias: whether the projections have a bias, as the config says.
+        sliding_window: tokens that a query sees, itself included, or None for all.
+    """
+
+    num_heads: Extent
+    num_kv_heads: Extent
+    head_dim: Extent
+    in_features: Extent
+    out_features: Extent
+    rope: RopeSpec
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    sliding_window: Extent = None
+    value_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLASpec:
+    """Multi-head latent attention (DeepSeek).
+
+    Attributes:
+        q_lora_rank, kv_lora_rank: widths of the query and key/value latents; `q_lora_rank` None = absent or null.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: per-head widths.
+        in_features: width that the down projections read: 2H in an EAGLE3 layer.
+    """
+
+    num_heads: Extent
+    q_lora_rank: Extent
+    kv_lora_rank: Extent
+    qk_nope_head_dim: Extent
+    qk_rope_head_dim: Extent
+    v_head_dim: Extent
+    in_features: Extent
+    out_features: Extent
+    rope: RopeSpec
+
+    @property
+    def qk_head_dim(self) -> Extent:
+        """Width of one query or key head: nope + rope."""
+        return plus(self.qk_nope_head_dim, self.qk_rope_head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One draft layer.
+
+    Attributes:
+        index: position in the draft, from 0.
+        layer_type: `full_attention` or `sliding_attention`.
+        is_causal: whether rows of one block may only look back; None where the file does not say.
+        norm_eps: epsilon of every norm of the layer.
+        norm_kind: `rms` (multiply by w) or `gemma` (multiply by 1 + w).
+    """
+
+    index: int
+    attention: GQASpec | MLASpec
+    intermediate_size: Extent
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
+    norm_eps: float = 1e-6
+    norm_kind: Literal["rms", "gemma"] = "rms"
+    layer_type: str = "full_attention"
+    is_causal: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularySpec:
+    """Token spaces of draft and target.
+
+    Attributes:
+        vocab_size: V, the target's.
+        draft_vocab_size: Vd as declared under any spelling, or None.
+        tie_word_embeddings: as stated, False where absent.
+        draft_vocab_key: the key that declares Vd.
+    """
+
+    vocab_size: Extent
+    draft_vocab_size: Extent = None
+    tie_word_embeddings: bool = False
+    draft_vocab_key: str | None = None
+
+    @property
+    def head_rows(self) -> Extent:
+        """Rows of the draft's own head: Vd where declared, else V."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the draft predicts in a smaller vocabulary than the target's."""
+        return None not in (self.draft_vocab_size, self.vocab_size) and self.draft_vocab_size != self.vocab_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class TapsSpec:
+    """Target layers whose hidden states feed the draft.
+
+    Attributes:
+        ids: the ids as stated, or None.
+        convention: `output` (state after layer id) or `boundary` (state entering layer id), as the packaging means it; None where the
+            file does not settle it.
+        count: K, the number of taps: from the ids, else from what the file says of the count, else None.
+        stated: every place that states ids.
+        num_target_layers: depth of the target where the file gives it.
+        required: whether this draft is fed by taps at all (`use_aux_hidden_state` not false).
+    """
+
+    ids: tuple[int, ...] | None = None
+    convention: Literal["output", "boundary"] | None = None
+    count: Extent = None
+    stated: tuple[Stated, ...] = ()
+    num_target_layers: Extent = None
+    required: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Flags:
+    """Switches of EAGLE3 and its 3.1 form.
+
+    Attributes:
+        norm_before_residual: the residual is the normed hidden state (None: the file does not say).
+        norm_before_fc: one norm over the concatenated taps (`input_norm`).
+        fc_norm: one norm per tap before the concatenation.
+        norm_output: the recycled hidden state is taken after the final norm.
+        fc_bias: `fc` has a bias.
+    """
+
+    norm_before_residual: bool | None = None
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    fc_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """A block-drafting head: DFlash and its relatives.
+
+    Attributes:
+        block_size: rows of a block as trained, or None.
+        block_size_stated: every place that states it.
+        mask_token_id: id of the mask token, or None.
+        mask_token_stated: every place that states it.
+        is_causal: as stated for the whole draft, or None.
+        sample_from_anchor: whether row 0 already drafts, or None.
+        variant: `dflash`, `laguna`, …
+    """
+
+    block_size: Extent = None
+    block_size_stated: tuple[Stated, ...] = ()
+    mask_token_id: Extent = None
+    mask_token_stated: tuple[Stated, ...] = ()
+    is_causal: bool | None = None
+    sample_from_anchor: bool | None = None
+    variant: str = "dflash"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSpec:
+    """Everything that decides what the draft's tensors must be and what its forward does.
+
+    Attributes:
+        family, packaging: words of the design.
+        architectures: as stated, strings only.
+        model_type: of the layers (inside a nested layer config where the packaging has one).
+        hidden_size, target_hidden_size: H and Ht (Ht = H where the file does not say otherwise).
+        num_hidden_layers: L as stated.
+        layers: one record per layer that the family builds.
+        dtype: the declared dtype, without `torch.`, or None.
+        eagle3, block: options of the families that have them.
+    """
+
+    family: str
+    packaging: str
+    architectures: tuple[str, ...] = ()
+    model_type: str | None = None
+    hidden_size: Extent = None
+    target_hidden_size: Extent = None
+    num_hidden_layers: Extent = None
+    layers: tuple[LayerSpec, ...] = ()
+    vocabulary: VocabularySpec = VocabularySpec(vocab_size=None)
+    taps: TapsSpec = TapsSpec()
+    dtype: str | None = None
+    norm_eps: float = 1e-6
+    eagle3: Eagle3Flags | None = None
+    block: BlockSpec | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the JSON report holds it; unknown values are null."""
+        return _plain(self)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

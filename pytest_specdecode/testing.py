@@ -1,0 +1,279 @@
+"""Checkpoints for tests: small real ones, broken ones, and true headers over a hole.
+
+A tiny configuration of each family, the tensors that its spec calls for filled from a seed, and writers to disk. What is written is what
+the family's own data sheet demands, so a test changes one thing and knows that everything else is right.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_specdecode.checkpoint import CONFIG_NAME, DTYPE_BITS, INDEX_NAME, Checkpoint
+from pytest_specdecode.families import FAMILIES, Family
+from pytest_specdecode.families.base import ExpectedTensor, open_view
+from pytest_specdecode.spec import DraftSpec
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "expected_tensors",
+    "random_tensors",
+    "tiny_config",
+    "write_checkpoint",
+    "write_sparse",
+    "write_tiny",
+]
+
+_TINY: Mapping[str, Mapping[str, Any]] = {
+    "eagle3": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "vocab_size": 512,
+        "draft_vocab_size": 256,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+        "torch_dtype": "bfloat16",
+        "eagle_aux_hidden_state_layer_ids": [2, 8, 13],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 8, 13], "use_aux_hidden_state": True},
+        "num_target_layers": 16,
+    },
+    "eagle3-mla": {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "kimi_k2",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 512,
+        "draft_vocab_size": 512,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "rope_theta": 50000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "torch_dtype": "bfloat16",
+        "eagle_aux_hidden_state_layer_ids": [2, 30, 58],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58], "use_aux_hidden_state": True},
+        "num_target_layers": 61,
+    },
+    "dflash": {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "vocab_size": 512,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "is_causal": False,
+        "layer_types": ["full_attention", "full_attention"],
+        "dtype": "bfloat16",
+        "block_size": 8,
+        "num_target_layers": 20,
+        "dflash_config": {"mask_token_id": 511, "target_layer_ids": [1, 9, 17], "block_size": 8},
+    },
+}
+
+
+def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+    """A small complete `config.json` of `family`, with `changes` at the top level; a change to `...` drops the key."""
+    config: dict[str, Any] = json.loads(json.dumps(_TINY[family]))
+    for key, value in changes.items():
+        if value is ...:
+            config.pop(key, None)
+        else:
+            config[key] = value
+    return config
+
+
+def expected_tensors(config: Mapping[str, Any], family: str) -> tuple[DraftSpec, tuple[ExpectedTensor, ...]]:
+    """The spec that `config` states as `family`, and the tensors that it calls for."""
+    sheet = _family(family)
+    checkpoint = Checkpoint(Path("config"))
+    checkpoint.config = config
+    spec = sheet.parse(open_view(checkpoint))
+    return spec, sheet.tensors(spec)
+
+
+def random_tensors(
+    config: Mapping[str, Any], family: str, *, seed: int = 0, dtype: str = "bfloat16"
+) -> dict[str, torch.Tensor]:
+    """The required tensors of `config`, filled from `seed`, by canonical name.
+
+    Matrices are normal with deviation 1 / sqrt(columns), norms lie around one, `d2t` is a random increasing map in offset form and `t2d`
+    its image.
+    """
+    import torch
+
+    spec, tensors = expected_tensors(config, family)
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, torch.Tensor] = {}
+    for tensor in tensors:
+        if tensor.need != "required":
+            continue
+        shape = _known_shape(tensor)
+        if tensor.name == "d2t":
+            found |= _vocabulary_maps(spec, generator)
+            continue
+        values = torch.randn(shape, generator=generator)
+        values = 1 + values / 10 if len(shape) == 1 else values / math.sqrt(shape[-1])
+        found[tensor.name] = values.to(getattr(torch, dtype))
+    return found
+
+
+def write_tiny(
+    directory: str | os.PathLike[str],
+    family: str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    dtype: str = "bfloat16",
+    edit: Callable[[dict[str, torch.Tensor]], None] | None = None,
+    **changes: Any,
+) -> Path:
+    """Write a small complete draft of `family` and return its directory.
+
+    Args:
+        directory: made where it does not exist.
+        family: a family with a tiny configuration.
+        config: the configuration to build tensors for; the tiny one with `changes` where None.
+        seed: of the weights.
+        dtype: torch's name of the weights' dtype.
+        edit: changes the tensors in place before they are written, to break one.
+        changes: keys of the configuration; `...` drops one.
+    """
+    whole = tiny_config(family, **changes) if config is None else dict(config)
+    tensors = random_tensors(whole, family, seed=seed, dtype=dtype)
+    if edit is not None:
+        edit(tensors)
+    return write_checkpoint(directory, whole, tensors)
+
+
+def write_checkpoint(
+    directory: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    shards: int = 1,
+    rename: Callable[[str], str] = lambda name: name,
+) -> Path:
+    """Write `config` and `tensors` as safetensors, in one file or in `shards` with an index, and return the directory."""
+    from safetensors.torch import save_file
+
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    stored = {rename(name): value.contiguous() for name, value in tensors.items()}
+    if shards == 1:
+        _save(save_file, stored, path / "model.safetensors")
+        return path
+    names = sorted(stored)
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: stored[name] for name in names[shard::shards]}
+        _save(save_file, part, path / file)
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(value.numel() * value.element_size() for value in stored.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def write_sparse(
+    directory: str | os.PathLike[str], config: Mapping[str, Any], family: str, *, dtype: str = "BF16"
+) -> Path:
+    """Write a checkpoint of real size that takes no room: a true header over a hole that reads as zeros.
+
+    Needs neither torch nor the space. Only the required tensors are described.
+    """
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _, tensors = expected_tensors(config, family)
+    header: dict[str, Any] = {}
+    position = 0
+    for tensor in tensors:
+        if tensor.need != "required" and tensor.name != "t2d":
+            continue
+        kind = {"float": dtype, "int": "I64", "bool": "BOOL"}[tensor.kind]
+        shape = _known_shape(tensor)
+        size = math.prod(shape) * DTYPE_BITS[kind] // 8
+        header[tensor.name] = {"dtype": kind, "shape": list(shape), "data_offsets": [position, position + size]}
+        position += size
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + position)
+    return path
+
+
+def _save(save_file: Callable[..., None], tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    file.chmod(0o644)
+
+
+def _vocabulary_maps(spec: DraftSpec, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    import torch
+
+    vocabulary = spec.vocabulary
+    assert vocabulary.vocab_size is not None
+    assert vocabulary.head_rows is not None
+    order = torch.randperm(vocabulary.vocab_size, generator=generator)
+    images = order[: vocabulary.head_rows].sort().values
+    t2d = torch.zeros(vocabulary.vocab_size, dtype=torch.bool)
+    t2d[images] = True
+    return {"d2t": images - torch.arange(vocabulary.head_rows), "t2d": t2d}
+
+
+def _known_shape(tensor: ExpectedTensor) -> tuple[int, ...]:
+    if None in tensor.shape:
+        raise ValueError(f"{tensor.name}: the configuration does not settle its shape {tensor.shape}")
+    return tuple(extent for extent in tensor.shape if extent is not None)
+
+
+def _family(name: str) -> Family:
+    return next(family for family in FAMILIES if family.name == name)
+
+
