@@ -5,7 +5,19 @@ Importing this package registers every check; none of the modules imports torch 
 
 from __future__ import annotations
 
+# The order of the imports is the order of the registry, and so of the suite and the documentation.
+# isort: off
 from pytest_specdecode.checks import files
+from pytest_specdecode.checks import config
+from pytest_specdecode.checks import vocabulary
+from pytest_specdecode.checks import weights
+from pytest_specdecode.checks import taps
+from pytest_specdecode.checks import rope
+from pytest_specdecode.checks import dflash
+from pytest_specdecode.checks import layers
+from pytest_specdecode.checks import fused_kv
+
+# isort: on
 from pytest_specdecode.checks.registry import (
     REGISTRY,
     Check,
@@ -24,7 +36,15 @@ __all__ = [
     "Inconclusive",
     "Skip",
     "UnknownCheckError",
+    "config",
+    "dflash",
     "files",
+    "fused_kv",
+    "layers",
+    "rope",
     "run",
     "select",
+    "taps",
+    "vocabulary",
+    "weights",
 ]

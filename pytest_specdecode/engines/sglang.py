@@ -90,6 +90,7 @@ ENGINE = Engine(
         "tensor-unexpected": _unexpected,
         "tensor-shape": stops("the loader's shape assertion", "srt/model_loader"),
         "fc-width": _fc_width,
+        "fc-skipped": serves_wrong("takes a state of the embedding's width for a recycled one and skips fc", _K25),
         "bias-dropped": serves_wrong("builds no bias and drops the tensor", "srt/models/llama_eagle3.py"),
         "bias-missing": serves_wrong("the bias stays uninitialised", "srt/models/dflash.py"),
         "nan": serves_wrong("NaN spreads through every head that reads the tensor"),

@@ -1,0 +1,285 @@
+"""Does the configuration name one draft, and do its numbers fit together?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pytest_specdecode.checks.registry import Context, Inconclusive, check
+from pytest_specdecode.families import FAMILIES
+from pytest_specdecode.findings import Finding
+from pytest_specdecode.spec import GQASpec, MLASpec
+
+_EAGLE3 = ("eagle3", "eagle3-mla")
+
+
+@check(
+    "config.family",
+    title="one family: architecture, types, key names and tensors agree",
+    why="An engine picks the algorithm by label; another label over the same weights is served with accepted length 1.0.",
+    needs=("config", "headers"),
+    anywhere=True,
+)
+def family(context: Context) -> Iterator[Finding]:
+    """The evidence for each family, shown where it does not agree."""
+    draft = context.draft
+    if not draft.checkpoint.config and draft.checkpoint.faults:
+        raise Inconclusive(f"the configuration cannot be read: {draft.checkpoint.faults[0]}")
+    found = draft.recognition
+    if found.disagreement:
+        yield context.fail(
+            f"signals name more than one family: {', '.join(found.disagreement)}",
+            where="config.json",
+            got=found.evidence(),
+            due="one family",
+            fix="set architectures and projector_type to what the weights are",
+        )
+    elif draft.spec is None:
+        read = ", ".join(item.name for item in FAMILIES)
+        named = found.family or next(iter(found.evidence()), None)
+        yield context.fail(
+            "no draft family is recognised" if named is None else f"a {named} draft, which this version does not read",
+            where="config.json: architectures",
+            got=found.evidence() or draft.checkpoint.config.get("architectures"),
+            due=f"one of {read}",
+            fix="state the draft's architecture; is this the draft's directory and not the target's?",
+        )
+
+
+@check(
+    "config.types",
+    title="every value that is read has the type its readers expect",
+    why="A string where a number is due is read as absent by one engine and stops another.",
+    anywhere=True,
+)
+def types(context: Context) -> Iterator[Finding]:
+    """Values of the wrong type, or beyond what any draft has."""
+    for fault in context.draft.config_faults:
+        yield context.fail(fault.message, where=f"config.json: {fault.key}", got=fault.got, due=fault.due)
+
+
+@check(
+    "config.architectures",
+    title="architectures is a list of strings that engines know",
+    why="Engines choose the class by the first entry; a plain label is refused by one and renamed by another.",
+)
+def architectures(context: Context) -> Iterator[Finding]:
+    """The list's form, and a label that does not name a draft."""
+    stated = context.draft.checkpoint.config.get("architectures")
+    where = "config.json: architectures"
+    if stated is None:
+        yield context.warn(
+            "architectures is absent, so an engine has nothing to choose a class by",
+            where=where,
+            got=None,
+            due="a list with the draft's class",
+        )
+        return
+    if not isinstance(stated, list) or not stated or not all(isinstance(item, str) and item for item in stated):
+        yield context.fail(
+            "architectures is not a list of class names", where=where, got=stated, due="a list of strings"
+        )
+        return
+    if context.spec.family == "eagle3" and stated[0] == "LlamaForCausalLM":
+        yield context.warn(
+            "the label is that of a plain Llama; only the rest of the file says EAGLE3",
+            where=where,
+            got=stated,
+            due=["LlamaForCausalLMEagle3"],
+            fix='set architectures to ["LlamaForCausalLMEagle3"]',
+            fault="architecture-plain-llama",
+        )
+
+
+@check(
+    "config.num-hidden-layers",
+    title="num_hidden_layers is the number of layers in the file, and one where an engine takes one",
+    why="Layers that the file lacks stay uninitialised, and layers that the configuration does not count are dropped.",
+    needs=("config", "headers"),
+)
+def num_hidden_layers(context: Context) -> Iterator[Finding]:
+    """Stated against stored layers; a latent EAGLE3 has one."""
+    spec = context.spec
+    where = "config.json: num_hidden_layers"
+    stated = spec.num_hidden_layers
+    held = sorted(_stored_layers(context))
+    if stated is None:
+        raise Inconclusive("num_hidden_layers is not stated")
+    if held and held != list(range(stated)):
+        yield context.fail(
+            f"{stated} layers are declared, the weights hold {len(held)}: {_ranges(held)}",
+            where=where,
+            got=stated,
+            due=len(held) if held == list(range(len(held))) else f"layers numbered from 0, not {_ranges(held)}",
+            fix="state the number of layers that the file holds",
+            fault="layer-count",
+        )
+    elif spec.family == "eagle3-mla" and stated != 1:
+        yield context.fail(
+            f"{stated} layers; a latent EAGLE3 draft has one",
+            where=where,
+            got=stated,
+            due=1,
+            fault="layer-count",
+        )
+    elif spec.family == "eagle3" and stated > 1:
+        yield context.warn(
+            f"{stated} layers; trainers of EAGLE3 build one, and engines differ in the norms of layers from 1 on",
+            where=where,
+            got=stated,
+            due=1,
+            fix="state 1 where the file holds one layer; a number copied from the target is the usual cause",
+        )
+
+
+@check(
+    "config.head-arithmetic",
+    title="heads divide, head_dim is stated or derivable, the projections' rows agree",
+    why="A head width derived from the wrong numbers loads without an error where the product happens to fit.",
+    needs=("config", "headers"),
+)
+def head_arithmetic(context: Context) -> Iterator[Finding]:
+    """Counts and widths of the first layer's heads, and rows of q against columns of o, k against v."""
+    spec = context.spec
+    if not spec.layers:
+        raise Inconclusive("num_hidden_layers is not stated")
+    attention = spec.layers[0].attention
+    if attention.num_heads is None:
+        raise Inconclusive("num_attention_heads is not stated")
+    if attention.num_heads < 1:
+        yield context.fail("no attention heads", where="config.json: num_attention_heads", got=attention.num_heads, due=1)
+        return
+    if isinstance(attention, GQASpec):
+        yield from _gqa_arithmetic(context, attention)
+    for layer in spec.layers:
+        prefix = f"layers.{layer.index}.self_attn"
+        rows = {name: _extent(context, f"{prefix}.{name}_proj.weight", 0) for name in ("q", "k", "v")}
+        columns = _extent(context, f"{prefix}.o_proj.weight", 1)
+        if isinstance(attention, GQASpec) and None not in (rows["q"], columns) and rows["q"] != columns:
+            yield context.fail(
+                "q_proj's rows are not o_proj's columns",
+                where=f"{prefix}.q_proj.weight",
+                got=rows["q"],
+                due=columns,
+                fault="tensor-shape",
+            )
+        if None not in (rows["k"], rows["v"]) and rows["k"] != rows["v"]:
+            yield context.fail(
+                "k_proj and v_proj have different numbers of rows",
+                where=f"{prefix}.v_proj.weight",
+                got=rows["v"],
+                due=rows["k"],
+                fault="tensor-shape",
+            )
+
+
+@check(
+    "config.q-lora-rank",
+    title="q_lora_rank is there and not null",
+    why="Null stops SGLang; an absent key is filled with a class default of 1536 that need not be the draft's.",
+    families=("eagle3-mla",),
+)
+def q_lora_rank(context: Context) -> Iterator[Finding]:
+    """Null, absent and not positive are three findings."""
+    section = _layer_config(context)
+    where = "config.json: q_lora_rank"
+    fix = "state the rank that q_a_proj's rows have"
+    rows = _extent(context, "layers.0.self_attn.q_a_proj.weight", 0)
+    if "q_lora_rank" not in section:
+        yield context.fail(
+            "Eagle3 MLA layer requires q_lora_rank in the draft config: the key is absent",
+            where=where,
+            got="absent",
+            due=rows,
+            fix=fix,
+            fault="q-lora-rank-absent",
+        )
+    elif section["q_lora_rank"] is None:
+        yield context.fail(
+            "Eagle3 MLA layer requires q_lora_rank in the draft config: it is null",
+            where=where,
+            got=None,
+            due=rows,
+            fix=fix,
+            fault="q-lora-rank-null",
+        )
+    elif context.spec.layers and getattr(context.spec.layers[0].attention, "q_lora_rank", None) in (0, None):
+        yield context.fail("q_lora_rank is not a positive number", where=where, got=section["q_lora_rank"], due=rows, fix=fix)
+
+
+@check(
+    "config.mla-fields",
+    title="kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim are there and positive",
+    why="A configuration class fills in DeepSeek-V3's numbers for what is absent.",
+    families=("eagle3-mla",),
+)
+def mla_fields(context: Context) -> Iterator[Finding]:
+    """All missing fields in one finding."""
+    attention = context.spec.layers[0].attention if context.spec.layers else None
+    assert attention is None or isinstance(attention, MLASpec)
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    wrong = {name: getattr(attention, name, None) for name in names if not getattr(attention, name, None)}
+    if wrong:
+        section = _layer_config(context)
+        yield context.fail(
+            f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} absent, null or zero",
+            where=f"config.json: {next(iter(wrong))}",
+            got={name: section.get(name, "absent") for name in wrong},
+            due="positive numbers",
+            fault="mla-field-missing",
+        )
+
+
+def _gqa_arithmetic(context: Context, attention: GQASpec) -> Iterator[Finding]:
+    heads, kv_heads, hidden = attention.num_heads, attention.num_kv_heads, context.spec.hidden_size
+    assert heads is not None
+    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+        yield context.fail(
+            f"{heads} query heads do not divide among {kv_heads} KV heads",
+            where="config.json: num_key_value_heads",
+            got=kv_heads,
+            due=f"a divisor of {heads}",
+        )
+    stated = _layer_config(context).get("head_dim")
+    if attention.head_dim is None and hidden is not None:
+        yield context.fail(
+            f"head_dim is not stated and hidden_size {hidden} does not divide by {heads} heads",
+            where="config.json: head_dim",
+            got=None,
+            due="the width of a head",
+            fix="state head_dim",
+        )
+    elif attention.head_dim == 0:
+        yield context.fail("head_dim is zero", where="config.json: head_dim", got=0, due="a positive number")
+    elif stated is not None and hidden is not None and hidden % heads and heads * int(attention.head_dim or 0) < hidden:
+        yield context.warn(
+            f"{heads} heads do not divide hidden_size {hidden}, and {heads} x {attention.head_dim} is less than it: "
+            "the head counts look copied from a model of another size",
+            where="config.json: num_attention_heads",
+            got=heads,
+            due=f"a number that divides {hidden}, as a rule",
+            fix="compare heads, KV heads and intermediate_size with the weights",
+        )
+
+
+def _layer_config(context: Context) -> dict[str, object]:
+    config = context.draft.checkpoint.config
+    nested = config.get("transformer_layer_config")
+    return dict(nested) if context.spec.packaging == "speculators" and isinstance(nested, dict) else dict(config)
+
+
+def _extent(context: Context, name: str, axis: int) -> int | None:
+    header = context.draft.header(name)
+    return None if header is None or axis >= len(header.shape) else header.shape[axis]
+
+
+def _stored_layers(context: Context) -> set[int]:
+    binding = context.draft.binding
+    names = binding.stored if binding is not None else ()
+    return {int(match[1]) for name in names if (match := re.match(r"layers\.(\d+)\.", name))}
+
+
+def _ranges(numbers: list[int]) -> str:
+    if numbers == list(range(len(numbers))):
+        return f"0 to {len(numbers) - 1}" if len(numbers) > 1 else "0"
+    return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")

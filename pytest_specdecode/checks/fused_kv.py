@@ -1,0 +1,243 @@
+"""Can the K/V projections of all layers be served as one stack, and is the stack's kernel right on these weights?
+
+One check per homogeneity axis, from the configuration and the headers alone: the same validators that a built stack runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check
+from pytest_specdecode.errors import DraftError, FusedKVError
+from pytest_specdecode.findings import Finding
+from pytest_specdecode.fused_kv.stack import AXES, LayerFacts, mismatches, normal_scaling
+from pytest_specdecode.spec import DraftSpec, GQASpec, LayerSpec
+
+#: What each axis means, for titles and documentation.
+MEANING: dict[str, str] = {
+    "num-kv-heads": "number of KV heads",
+    "head-dim": "width of a K head",
+    "rotary-dim": "leading lanes of a head that rotate, an even number within the head",
+    "rope-style": "rotation of halves (neox) or of interleaved pairs",
+    "rope-theta": "base of the rotary frequencies",
+    "rope-scaling": "type and fields of the RoPE scaling",
+    "hidden-size": "width that the projections read",
+    "dtype": "dtype of the projections",
+    "bias": "bias on the K and V projections",
+    "k-norm": "a norm over each K head",
+    "norm-kind": "norm that multiplies by w or by 1 + w",
+    "v-head-dim": "width of a V head",
+    "value-scale": "factor on V",
+    "q-size": "row of the fused weight at which K starts",
+    "quantization": "quantisation of the projections",
+}
+
+#: Axes whose difference an engine does not answer like a difference of sizes.
+_FAULTS: dict[str, str] = {
+    "rope-style": "fused-kv-rope-style",
+    "rope-theta": "fused-kv-rope-table",
+    "rope-scaling": "fused-kv-rope-table",
+    "bias": "fused-kv-bias",
+    "value-scale": "fused-kv-value-scale",
+    "quantization": "fused-kv-quantization",
+}
+
+
+def axis_check(axis: str) -> Callable[[Context], Iterator[Finding]]:
+    """The check of one axis: every layer that breaks it, in one finding."""
+
+    def run(context: Context) -> Iterator[Finding]:
+        faults = [fault for fault in _faults(context) if fault.axis == axis]
+        if not faults:
+            return
+        first = faults[0]
+        layers = [fault.layer for fault in faults if fault.layer is not None]
+        yield context.fail(
+            first.message,
+            where=f"layer {layers[0]}" if len(layers) == 1 else f"layers {', '.join(map(str, layers))}" if layers else "",
+            got=first.got,
+            due=first.expected,
+            fix="give every layer the same, or serve the draft layer by layer",
+            fault=_FAULTS.get(axis, "fused-kv-mismatch"),
+        )
+
+    return run
+
+
+for _axis in AXES:
+    check(
+        f"fused-kv.{_axis}",
+        title=f"all layers agree in the {MEANING[_axis]}",
+        why="The stacked path takes it from one place for all layers.",
+        needs=("config", "headers"),
+    )(axis_check(_axis))
+
+
+@check(
+    "fused-kv.norm-eps",
+    title="all layers agree in the epsilon of k_norm",
+    why="vLLM norms every layer with layer 0's epsilon; the difference shows on small keys only.",
+    severity="warning",
+    needs=("config", "headers"),
+)
+def norm_eps(context: Context) -> Iterator[Finding]:
+    """Layers whose epsilon is not layer 0's."""
+    facts = _facts(context)
+    other = [index for index, fact in enumerate(facts) if fact.norm_eps != facts[0].norm_eps]
+    if other:
+        yield context.warn(
+            "k_norm's epsilon differs between layers",
+            where=f"layers {', '.join(map(str, other))}",
+            got=facts[other[0]].norm_eps,
+            due=facts[0].norm_eps,
+            fault="fused-kv-norm-eps",
+        )
+
+
+@check(
+    "fused-kv.matches-reference",
+    title="the stacked kernel equals the float64 reference on this checkpoint's weights",
+    why="Acceptance is the only other thing that a wrong context K/V changes, and it falls without an error.",
+    needs=("headers", "tensors", "triton"),
+)
+def matches_reference(context: Context) -> Iterator[Finding]:
+    """K within eager's own error of the truth, V bit for bit, at positions near and far."""
+    _require_stack(context)
+    from pytest_specdecode.launch import triton_missing
+
+    if (reason := triton_missing()) is not None:
+        raise Inconclusive(f"the kernel cannot run: {reason}")
+    import torch
+
+    from pytest_specdecode.fused_kv.reference import eager_kv, fused_kv_reference
+    from pytest_specdecode.memory import guarded
+    from pytest_specdecode.numerics import NumericsError, assert_close, assert_exact
+
+    try:
+        layers = context.draft.layers(device=context.device)
+        stack = context.draft.fused_kv(layers=layers, device=context.device)
+    except FusedKVError as error:
+        raise Inconclusive(f"the layers are no stack: {error}; see fused-kv.{error.axis}") from None
+    except DraftError as error:
+        raise Inconclusive(f"a layer does not build: {error}; see layers.build") from None
+    generator = torch.Generator().manual_seed(20240607)
+    last = min(layers[0].self_attn.rotary_emb.max_position_embeddings or 2048, 32768) - 1
+    positions = torch.tensor([0, 1, 2, 7, 7, 5, 64, last // 3, last], device=context.device)
+    hidden = torch.randn(len(positions), stack.hidden_size, generator=generator, dtype=torch.float32)
+    # One row small enough for the norm's epsilon to count.
+    hidden[3] *= 1e-3
+    hidden = hidden.to(device=context.device, dtype=stack.dtype)
+    with guarded():
+        k, v = stack.compute(hidden, positions)
+    truth_k, _ = fused_kv_reference(layers, hidden, positions)
+    eager_k, eager_v = eager_kv(layers, hidden, positions)
+    try:
+        measured = assert_close(
+            k, truth_k, eager_k, what="K", reduction_sizes=(stack.hidden_size, stack.head_dim)
+        )
+        assert_exact(v, eager_v, what="V")
+    except NumericsError as error:
+        yield context.fail(
+            str(error),
+            where="fused K/V of " + ", ".join(map(str, zip(error.axes, error.index or (), strict=False))),
+            got=error.got,
+            due=error.due,
+        )
+        return
+    context.notes["fused-kv.matches-reference"] = (
+        f"K's error is {measured.rms_ratio:.2f} of eager's, V is exact ({stack.backend})"
+    )
+
+
+def _faults(context: Context) -> list[FusedKVError]:
+    facts = _facts(context)
+    first = facts[0]
+    return list(
+        mismatches(
+            facts,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            rotary_dim=first.rotary_dim,
+            is_neox_style=first.is_neox_style,
+        )
+    )
+
+
+def _facts(context: Context) -> list[LayerFacts]:
+    _require_stack(context)
+    if not context.spec.layers:
+        raise Inconclusive("num_hidden_layers is not stated")
+    return [_layer_facts(context, context.spec, layer) for layer in context.spec.layers]
+
+
+def _require_stack(context: Context) -> None:
+    reason = context.draft.fused_kv_reason
+    if reason is not None:
+        raise Skip(reason)
+
+
+def _layer_facts(context: Context, spec: DraftSpec, layer: LayerSpec) -> LayerFacts:
+    """The facts of one layer: from its tensors where they say, else from the spec."""
+    attention = layer.attention
+    assert isinstance(attention, GQASpec)
+    prefix = f"layers.{layer.index}.self_attn"
+
+    def shape(name: str) -> tuple[int, ...] | None:
+        header = context.draft.header(f"{prefix}.{name}")
+        return None if header is None else header.shape
+
+    q, k, v, norm = (shape(f"{name}.weight") for name in ("q_proj", "k_proj", "v_proj", "k_norm"))
+    head_dim = attention.head_dim
+    if norm is not None and len(norm) == 1 and k is not None and norm != (k[0],):
+        head_dim = norm[0]
+    kv_heads = attention.num_kv_heads
+    if k is not None and head_dim:
+        kv_heads = k[0] // head_dim
+    weight = context.draft.header(f"{prefix}.k_proj.weight")
+    stored = context.draft.checkpoint.has_weights
+    return LayerFacts(
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary_dim=attention.rope.rotary_dim,
+        is_neox_style=attention.rope.is_neox_style,
+        rope_theta=attention.rope.theta,
+        rope_scaling=normal_scaling({**attention.rope.scaling, "rope_type": attention.rope.rope_type}),
+        hidden_size=k[1] if k is not None and len(k) == 2 else attention.in_features,
+        dtype=weight.dtype if weight is not None and weight.dtype in _PLAIN else None,
+        bias=shape("k_proj.bias") is not None if stored else attention.qkv_bias,
+        k_norm=_norm_place(norm, head_dim) if stored else "per-head" if attention.qk_norm else "none",
+        norm_kind=layer.norm_kind,
+        v_head_dim=None if v is None or not kv_heads else v[0] // kv_heads,
+        value_scale=attention.value_scale,
+        q_size=q[0] if q is not None else _product(attention.num_heads, head_dim),
+        quantization=_quantization(context, prefix),
+        norm_eps=layer.norm_eps,
+        k_norm_width=None if norm is None else norm[0],
+    )
+
+
+_PLAIN = ("bfloat16", "float16", "float32", "float64")
+
+
+def _norm_place(norm: tuple[int, ...] | None, head_dim: int | None) -> str:
+    if norm is None:
+        return "none"
+    return "per-head" if head_dim is None or norm == (head_dim,) else "whole"
+
+
+def _quantization(context: Context, prefix: str) -> str | None:
+    """The method, where this layer's K projection is stored in a form that is not plain."""
+    binding = context.draft.binding
+    names = () if binding is None else binding.stored
+    packed = [name for name in names if name.startswith(f"{prefix}.k_proj.") and not name.endswith((".weight", ".bias"))]
+    header = context.draft.header(f"{prefix}.k_proj.weight")
+    if not packed and (header is None or header.dtype in _PLAIN):
+        return None
+    config: Any = context.draft.checkpoint.config.get("quantization_config")
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    return str(method or (packed[0].rsplit(".", 1)[1] if packed else header.dtype if header is not None else "unknown"))
+
+
+def _product(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one * other

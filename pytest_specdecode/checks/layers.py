@@ -1,0 +1,173 @@
+"""Do the draft's layers build from its own tensors, and do they compute what a layer must?
+
+One layer is built at a time, so that the memory needed is one layer's. Where exactness is the point the arithmetic is float64, or float32
+for layers too large for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pytest_specdecode.checks.registry import Context, Inconclusive, check
+from pytest_specdecode.errors import LayerBuildError
+from pytest_specdecode.findings import Finding
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_specdecode.families import ReferenceLayer
+
+#: Positions that a probe holds: odd, more than a window of eight, few enough for a large layer.
+TOKENS = 11
+SEED = 20240607
+#: Entries of a large input, far above what a trained state shows and far below what float16 holds.
+LARGE = 64.0
+#: Parameters of a layer above which float64 would cost more memory than the finding is worth.
+_DOUBLE_LIMIT = 150_000_000
+
+
+@check(
+    "layers.build",
+    title="every layer builds from the checkpoint and runs",
+    why="What cannot be built here is what a serving engine would have to guess.",
+    needs=("headers", "tensors"),
+)
+def build(context: Context) -> Iterator[Finding]:
+    """The first reason per layer, all layers in one finding."""
+    reasons: dict[int, LayerBuildError] = {}
+    for layer in context.spec.layers:
+        try:
+            built = context.draft.layer(layer.index, device=context.device)
+            built.prefill(built.probe(2, SEED))
+        except LayerBuildError as error:
+            reasons[layer.index] = error
+    if not context.spec.layers:
+        raise Inconclusive("num_hidden_layers is not stated")
+    if reasons:
+        first = reasons[min(reasons)]
+        yield context.fail(
+            first.message + (f"; {len(reasons)} layers fail" if len(reasons) > 1 else ""),
+            where=first.key or f"layer {min(reasons)}",
+            got=first.got if len(reasons) == 1 else {index: str(error) for index, error in reasons.items()},
+            due=first.due,
+        )
+
+
+@check(
+    "layers.finite",
+    title="outputs are finite on plain and on large inputs",
+    why="A layer that overflows on a large state drafts NaN for the rest of the request.",
+    needs=("headers", "tensors"),
+)
+def finite(context: Context) -> Iterator[Finding]:
+    """In the stored dtype; a layer that overflows in float16 only is a warning."""
+    import torch
+
+    broken: dict[str, list[int]] = {}
+    overflowing: list[int] = []
+    for index, layer in _layers(context):
+        for name, scale in (("plain", 1.0), ("large", LARGE)):
+            if not _runs_finite(layer, scale):
+                broken.setdefault(name, []).append(index)
+        header = context.draft.header(f"layers.{index}.mlp.down_proj.weight")
+        if header is not None and header.dtype == "bfloat16" and index not in {i for ids in broken.values() for i in ids}:
+            half = context.draft.layer(index, dtype=torch.float16, device=context.device)
+            if not _runs_finite(half, LARGE):
+                overflowing.append(index)
+    for name, layers in broken.items():
+        yield context.fail(
+            f"layer {layers[0]} gives NaN or infinity on {name} inputs",
+            where=f"layers {', '.join(map(str, layers))}",
+            got="not finite",
+            due="finite",
+            fix="see weights.finite and weights.degenerate",
+            fault="nan",
+        )
+    if overflowing:
+        yield context.warn(
+            "layers that are finite in bfloat16 overflow in float16",
+            where=f"layers {', '.join(map(str, overflowing))}",
+            got="not finite in float16",
+            due="served in bfloat16",
+            fix="serve the draft in bfloat16 beside a float16 target, too",
+        )
+
+
+@check(
+    "layers.incremental",
+    title="decoding with a cache equals one prefill",
+    why="A draft decodes step by step on what a prefill left; the two must be one function.",
+    needs=("headers", "tensors"),
+)
+def incremental(context: Context) -> Iterator[Finding]:
+    """Largest difference over the layers, in float64 where that fits."""
+    worst, where = 0.0, 0
+    for index, layer in _exact_layers(context):
+        inputs = layer.probe(TOKENS, SEED)
+        difference = _distance(layer.prefill(inputs), layer.incremental(inputs))
+        if not difference <= worst:
+            worst, where = difference, index
+    yield from _exactness(context, "layers.incremental", worst, where, "step by step differs from one prefill")
+
+
+@check(
+    "layers.mla-absorbed",
+    title="absorbed and naive latent attention agree",
+    why="Engines run the absorbed form, trainers the naive one; they agree only while kv_b_proj is laid out as both read it.",
+    needs=("headers", "tensors"),
+    families=("eagle3-mla",),
+)
+def mla_absorbed(context: Context) -> Iterator[Finding]:
+    """Largest difference of the two forms, in float64 where that fits."""
+    import torch
+
+    worst, where = 0.0, 0
+    for index, layer in _exact_layers(context):
+        inputs = layer.probe(TOKENS, SEED)
+        states = torch.cat([inputs["embeds"], inputs["hidden"]], dim=-1)
+        naive = layer.self_attn.forward_naive(states, inputs["positions"])
+        absorbed = layer.self_attn.forward_absorbed(states, inputs["positions"])
+        difference = _distance(naive, absorbed)
+        if not difference <= worst:
+            worst, where = difference, index
+    yield from _exactness(context, "layers.mla-absorbed", worst, where, "the absorbed form differs from the naive one")
+
+
+def _layers(context: Context, dtype: torch.dtype | None = None) -> Iterator[tuple[int, ReferenceLayer]]:
+    """Every layer with its index; a layer that does not build is `layers.build`'s to report."""
+    for layer in context.spec.layers:
+        try:
+            yield layer.index, context.draft.layer(layer.index, dtype=dtype, device=context.device)
+        except LayerBuildError as error:
+            raise Inconclusive(f"layer {layer.index} does not build: {error}; see layers.build") from None
+
+
+def _exact_layers(context: Context) -> Iterator[tuple[int, ReferenceLayer]]:
+    import torch
+
+    per_layer = context.draft.checkpoint.num_parameters / max(1, len(context.spec.layers))
+    return _layers(context, torch.float64 if per_layer < _DOUBLE_LIMIT else torch.float32)
+
+
+def _exactness(context: Context, id: str, worst: float, layer: int, message: str) -> Iterator[Finding]:
+    import torch
+
+    double = context.draft.checkpoint.num_parameters / max(1, len(context.spec.layers)) < _DOUBLE_LIMIT
+    # Sums of a few thousand terms in another order: far under a millionth of an exact result, and a wrong layer is off by order one.
+    bound = 1e6 * torch.finfo(torch.float64).eps if double else 1e3 * torch.finfo(torch.float32).eps
+    context.notes[id] = f"largest difference {worst:.1e} of the output's largest value"
+    if not worst <= bound:
+        yield context.fail(message, where=f"layer {layer}", got=worst, due=f"at most {bound:.1e} of the largest value")
+
+
+def _runs_finite(layer: ReferenceLayer, scale: float) -> bool:
+    output = layer.prefill(layer.probe(TOKENS, SEED, scale))
+    return bool(output.isfinite().all())
+
+
+def _distance(one: Any, other: Any) -> float:
+    """Largest difference over the largest value; NaN where either is not finite."""
+    largest = float(one.abs().max())
+    difference = float((one - other).abs().max())
+    return difference / largest if largest else difference

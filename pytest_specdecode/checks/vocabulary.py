@@ -1,0 +1,220 @@
+"""Do draft and target speak of the same tokens?
+
+`d2t` holds offsets: draft id i stands for target id i + d2t[i]. `t2d` marks the target ids that the draft can say.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check
+from pytest_specdecode.findings import Finding
+
+_MAP_FIX = "save d2t with the draft: for each draft id, its target id minus the draft id"
+
+
+@check(
+    "vocabulary.sizes",
+    title="the draft's vocabulary is no larger than the target's, the embedding has one row per target id",
+    why="Ids beyond a table read other memory, or stop the server in the first batch.",
+    needs=("config", "headers"),
+)
+def sizes(context: Context) -> Iterator[Finding]:
+    """Vd against V, and rows of the embedding."""
+    vocabulary = context.spec.vocabulary
+    if vocabulary.vocab_size is None:
+        raise Inconclusive("vocab_size is not stated")
+    if vocabulary.draft_vocab_size is not None and vocabulary.draft_vocab_size > vocabulary.vocab_size:
+        yield context.fail(
+            "the draft's vocabulary is larger than the target's",
+            where=f"config.json: {vocabulary.draft_vocab_key}",
+            got=vocabulary.draft_vocab_size,
+            due=f"at most {vocabulary.vocab_size}",
+        )
+    yield from _owned(context, "embed_tokens.weight", "one row per target id, H columns")
+
+
+@check(
+    "vocabulary.tied-embeddings",
+    title="tie_word_embeddings is not true beside a reduced vocabulary",
+    why="A tied head has the target's rows, so the draft's own ids are read from the wrong ones.",
+    needs=("config",),
+)
+def tied_embeddings(context: Context) -> Iterator[Finding]:
+    """A tied head with fewer rows, and a tied head that is stored all the same."""
+    vocabulary = context.spec.vocabulary
+    if not vocabulary.tie_word_embeddings:
+        return
+    if vocabulary.is_reduced:
+        yield context.fail(
+            f"the head is tied to an embedding of {vocabulary.vocab_size} rows, the draft predicts "
+            f"{vocabulary.draft_vocab_size} ids",
+            where="config.json: tie_word_embeddings",
+            got=True,
+            due=False,
+            fix="set tie_word_embeddings to false; the file's lm_head is the head",
+            fault="tied-reduced",
+        )
+    elif context.draft.header("lm_head.weight") is not None:
+        yield context.warn(
+            "the head is declared tied and is stored as well; readers differ on which counts",
+            where="config.json: tie_word_embeddings",
+            got=True,
+            due=False,
+        )
+
+
+@check(
+    "vocabulary.lm-head",
+    title="lm_head has one row per draft id and is stored where the draft declares its vocabulary",
+    why="Where it is declared and absent, an engine drafts with uninitialised memory: accepted length 1.00, no error.",
+    needs=("config", "headers"),
+)
+def lm_head(context: Context) -> Iterator[Finding]:
+    """The head's presence and rows."""
+    yield from _owned(context, "lm_head.weight", "one row per draft id, H columns", fix="export lm_head with the draft")
+
+
+@check(
+    "vocabulary.d2t",
+    title="d2t is there for a reduced vocabulary and maps draft ids to target ids by offset",
+    why="Without the map, or with ids in place of offsets, the draft proposes other words than it means.",
+    needs=("headers",),
+)
+def d2t(context: Context) -> Iterator[Finding]:
+    """Presence, type, length, then values."""
+    vocabulary = context.spec.vocabulary
+    if None in (vocabulary.vocab_size, vocabulary.head_rows):
+        raise Inconclusive("vocab_size is not stated")
+    assert vocabulary.vocab_size is not None
+    wrong = list(_owned(context, "d2t", "one entry per draft id", fix=_MAP_FIX))
+    yield from wrong
+    header = context.draft.header("d2t")
+    if header is None:
+        if not wrong:
+            raise Skip("the draft speaks the target's vocabulary; no map is due")
+        return
+    where = f"{header.file}: {header.name}"
+    if not header.dtype.startswith("int"):
+        yield context.fail("d2t is not of an integer type", where=where, got=header.dtype, due="int64", fix=_MAP_FIX)
+        return
+    if not wrong:
+        offsets = context.draft.checkpoint.integers(header.name)
+        yield from _d2t_values(context, offsets, vocabulary.vocab_size, where)
+
+
+@check(
+    "vocabulary.t2d",
+    title="t2d is a bool per target id, set exactly at the images of d2t",
+    why="Training code masks the loss with it; where it and d2t differ, one of them is another draft's.",
+    needs=("headers",),
+)
+def t2d(context: Context) -> Iterator[Finding]:
+    """Type, length, then the set bits against d2t's images."""
+    draft = context.draft
+    header = draft.header("t2d")
+    if header is None:
+        raise Skip("the file holds no t2d")
+    yield from (wrong := list(_owned(context, "t2d", "one entry per target id")))
+    where = f"{header.file}: {header.name}"
+    if header.dtype not in ("bool", "uint8", "int8"):
+        yield context.fail("t2d is not of a boolean type", where=where, got=header.dtype, due="bool", fault="t2d-wrong")
+        return
+    map_header = draft.header("d2t")
+    if wrong or map_header is None or not map_header.dtype.startswith("int") or len(map_header.shape) != 1:
+        return
+    marked = {index for index, bit in enumerate(draft.checkpoint.integers(header.name)) if bit}
+    images = {index + offset for index, offset in enumerate(draft.checkpoint.integers(map_header.name))}
+    if marked != images:
+        yield context.fail(
+            f"t2d marks {len(marked)} ids, d2t maps to {len(images)}; "
+            f"{len(marked - images)} are marked and not mapped, {len(images - marked)} mapped and not marked",
+            where=where,
+            got=sorted(marked ^ images)[:8],
+            due="the images of d2t",
+            fix="save both maps from the same draft",
+            fault="t2d-wrong",
+        )
+
+
+def _d2t_values(context: Context, offsets: Sequence[int], vocab_size: int, where: str) -> Iterator[Finding]:
+    images = [index + offset for index, offset in enumerate(offsets)]
+    reduced = context.spec.vocabulary.is_reduced
+    if not any(offsets):
+        if reduced:
+            yield context.fail(
+                "d2t is all zero: the draft's ids would be the first ids of the target",
+                where=where,
+                got="zeros",
+                due="offsets of the chosen ids",
+                fix=_MAP_FIX,
+                fault="d2t-zero",
+            )
+        else:
+            yield context.warn(
+                "d2t is all zero over a full vocabulary: right, and slower than no map", where=where, fix="leave it out"
+            )
+        return
+    outside = [index for index, image in enumerate(images) if not 0 <= image < vocab_size]
+    falls = next((index for index in range(1, len(images)) if images[index] <= images[index - 1]), None)
+    rises = all(later > earlier for earlier, later in itertools.pairwise(offsets))
+    # Ids rise at every step; offsets of so many would only where no two chosen ids are neighbours.
+    if rises and offsets[0] >= 0 and offsets[-1] < vocab_size and (outside or len(offsets) >= 32):
+        yield context.fail(
+            "d2t looks like target ids where offsets are due: it rises at every step",
+            where=where,
+            got=list(offsets[:8]),
+            due=[offset - index for index, offset in enumerate(offsets[:8])],
+            fix="store d2t - arange(len(d2t))",
+            fault="d2t-absolute",
+        )
+    elif outside:
+        yield context.fail(
+            f"{len(outside)} draft ids map outside the target's vocabulary of {vocab_size}",
+            where=f"{where}[{outside[0]}]",
+            got=images[outside[0]],
+            due=f"0 to {vocab_size - 1}",
+            fix=_MAP_FIX,
+            fault="d2t-out-of-range",
+        )
+    elif falls is not None:
+        yield context.fail(
+            "the map is not strictly increasing",
+            where=f"{where}[{falls}]",
+            got=images[falls - 1 : falls + 1],
+            due="each target id above the one before",
+            fix="sort the chosen ids before taking offsets; lm_head's rows go with them",
+        )
+
+
+def _owned(context: Context, name: str, meaning: str, fix: str = "") -> Iterator[Finding]:
+    """Absence and shape of one tensor that a check of its own answers for."""
+    draft = context.draft
+    expected = None if draft.binding is None else draft.binding.expected.get(name)
+    if expected is None:
+        return
+    header = draft.header(name)
+    if header is None:
+        if expected.need == "required" and draft.checkpoint.has_weights:
+            yield context.fail(
+                f"{name} is not in the weights",
+                where=name,
+                got="absent",
+                due=list(expected.shape),
+                fix=fix or f"export {name} with the draft",
+                fault=expected.fault,
+            )
+        return
+    fits = len(header.shape) == len(expected.shape) and all(
+        due is None or due == got for got, due in zip(header.shape, expected.shape, strict=True)
+    )
+    if not fits:
+        yield context.fail(
+            f"{name} has another shape than the configuration says: {meaning}",
+            where=f"{header.file}: {header.name}",
+            got=list(header.shape),
+            due=list(expected.shape),
+            fix="state the sizes that the tensors have, or export the tensor anew",
+            fault="tensor-shape",
+        )

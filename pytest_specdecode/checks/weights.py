@@ -1,0 +1,294 @@
+"""Is every tensor there, of the right shape, and does it hold what a trained tensor holds?"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from pytest_specdecode.checks.registry import Context, check
+from pytest_specdecode.checks.scan import TensorStats, scan
+from pytest_specdecode.families import Binding, ExpectedTensor
+from pytest_specdecode.findings import Finding
+from pytest_specdecode.spec import Extent
+
+_PLAIN_FLOATS = ("bfloat16", "float16", "float32", "float64")
+#: Buffers that every reader drops and that hold nothing a draft needs.
+_HARMLESS = re.compile(r"(^|\.)(rotary_emb\.\w+|inv_freq|cos_cached|sin_cached|position_ids)$")
+
+
+@check(
+    "weights.missing",
+    title="every tensor that the configuration calls for is in the file",
+    why="Engines do not notice a missing tensor: the parameter keeps what memory held.",
+    needs=("headers",),
+)
+def missing(context: Context) -> Iterator[Finding]:
+    """Required tensors that no check of their own answers for, one finding per kind of outcome."""
+    by_fault: dict[str, list[ExpectedTensor]] = {}
+    for tensor in _binding(context).missing:
+        if tensor.check == "weights.missing" and tensor.name != "embed_tokens.weight":
+            by_fault.setdefault(tensor.fault, []).append(tensor)
+    for fault, tensors in by_fault.items():
+        names = [tensor.name for tensor in tensors]
+        layers = sorted({tensor.layer for tensor in tensors if tensor.layer is not None})
+        yield context.fail(
+            f"{names[0]} is not in the weights"
+            if len(names) == 1
+            else f"{len(names)} tensors are not in the weights, first {names[0]}",
+            where=f"layers {', '.join(map(str, layers))}" if layers else names[0],
+            got="absent",
+            due={tensor.name: list(tensor.shape) for tensor in tensors[:12]},
+            fix="export the whole draft; if the tensor goes by another name, rename it",
+            fault=fault,
+        )
+
+
+@check(
+    "weights.unexpected",
+    title="no tensor is in the file that engines drop in silence",
+    why="A tensor that nothing reads is a trained part of the draft that is not served.",
+    needs=("headers",),
+)
+def unexpected(context: Context) -> Iterator[Finding]:
+    """Tensors no expected name accounts for; leftovers of training are a warning."""
+    binding = _binding(context)
+    strange = [name for name in binding.unexpected if not _HARMLESS.search(name)]
+    leftovers = [name for name in strange if name.startswith("verifier_")]
+    foreign = [name for name in strange if name not in leftovers]
+    if foreign:
+        yield context.fail(
+            f"{foreign[0]} is no tensor of this draft"
+            if len(foreign) == 1
+            else f"{len(foreign)} tensors are not this draft's, first {foreign[0]}",
+            where=foreign[0],
+            got=sorted(foreign)[:12],
+            due="only tensors that the configuration calls for",
+            fix="set the flag that the tensor belongs to, or leave the tensor out",
+            fault="tensor-unexpected",
+        )
+    for name, canonical in binding.twice:
+        yield context.fail(
+            f"{name} and {binding.stored[canonical]} stand for the same tensor",
+            where=name,
+            got=[binding.stored[canonical], name],
+            due="one of them",
+            fault="tensor-unexpected",
+        )
+    if leftovers:
+        yield context.warn(
+            "tensors of the verifier lie in the draft and are read by no engine",
+            where=leftovers[0],
+            got=leftovers,
+            fix="drop them on export",
+        )
+
+
+@check(
+    "weights.shapes",
+    title="every shape is what the configuration says",
+    why="A shape that differs stops one engine and is cut or padded by another.",
+    needs=("headers",),
+)
+def shapes(context: Context) -> Iterator[Finding]:
+    """All wrong shapes in one finding; the vocabulary's tensors and fc's width have checks of their own."""
+    binding = _binding(context)
+    wrong: dict[str, tuple[tuple[int, ...], tuple[Extent, ...]]] = {}
+    for name, tensor in binding.expected.items():
+        header = context.draft.header(name)
+        if header is None or tensor.check.startswith("vocabulary.") or name == "embed_tokens.weight":
+            continue
+        due = (tensor.shape[0], None) if name == "fc.weight" else tensor.shape
+        if tensor.need != "never" and not _fits(header.shape, due):
+            wrong[name] = (header.shape, due)
+    if wrong:
+        first = next(iter(wrong))
+        got, due = wrong[first]
+        yield context.fail(
+            f"{first} is {_shape(got)}, {_shape(due)} was due" + (f"; {len(wrong) - 1} more" if len(wrong) > 1 else ""),
+            where=", ".join(list(wrong)[:6]) + (", …" if len(wrong) > 6 else ""),
+            got={name: list(pair[0]) for name, pair in list(wrong.items())[:12]},
+            due={name: list(pair[1]) for name, pair in list(wrong.items())[:12]},
+            fix="correct the sizes in config.json, or export the tensors of this draft",
+            fault="tensor-shape",
+        )
+
+
+@check(
+    "weights.biases",
+    title="bias tensors are there exactly where a flag says",
+    why="A bias that the configuration does not announce is dropped; one that it announces and the file lacks is not zero.",
+    needs=("config", "headers"),
+)
+def biases(context: Context) -> Iterator[Finding]:
+    """Biases against their flags, and a flag that an engine does not read."""
+    binding = _binding(context)
+    owned = [tensor for tensor in binding.expected.values() if tensor.check == "weights.biases"]
+    extra = [tensor.name for tensor in owned if tensor.need == "never" and tensor.name in binding.stored]
+    lacking = [tensor.name for tensor in owned if tensor.need == "required" and tensor.name not in binding.stored]
+    if extra:
+        yield context.fail(
+            f"{len(extra)} bias{'' if len(extra) == 1 else 'es'} without a flag, first {extra[0]}",
+            where=extra[0],
+            got=extra[:12],
+            due="no bias, or the flag that announces it (attention_bias; bias for fc)",
+            fix="set the flag, or fold the bias away before export",
+            fault="bias-dropped",
+        )
+    if lacking and context.draft.checkpoint.has_weights:
+        yield context.fail(
+            f"{len(lacking)} announced bias{' is' if len(lacking) == 1 else 'es are'} not in the weights, "
+            f"first {lacking[0]}",
+            where=lacking[0],
+            got="absent",
+            due=lacking[:12],
+            fix="clear the flag, or export the biases",
+            fault="bias-missing",
+        )
+    if context.spec.family == "eagle3" and any(getattr(layer.attention, "qkv_bias", False) for layer in context.spec.layers):
+        yield context.warn(
+            "attention_bias is true; SGLang's EAGLE3 layer has no q, k and v bias and drops theirs",
+            where="config.json: attention_bias",
+            got=True,
+            due=False,
+            fault="bias-dropped",
+        )
+
+
+@check(
+    "weights.dtypes",
+    title="floating-point tensors have one plain dtype",
+    why="Mixed dtypes are promoted in a stack, doubling its memory; narrow ones without a scale are not numbers.",
+    severity="warning",
+    needs=("headers",),
+)
+def dtypes(context: Context) -> Iterator[Finding]:
+    """The float dtypes in use, and tensors whose kind is wrong."""
+    binding = _binding(context)
+    found: dict[str, list[str]] = {}
+    wrong: list[str] = []
+    for name, tensor in binding.expected.items():
+        header = context.draft.header(name)
+        if header is None or tensor.kind != "float":
+            continue
+        if header.is_float:
+            found.setdefault(header.dtype, []).append(name)
+        else:
+            wrong.append(name)
+    if wrong:
+        yield context.fail(
+            f"{wrong[0]} is stored as integers",
+            where=wrong[0],
+            got={name: context.draft.header(name).dtype for name in wrong[:12]},  # type: ignore[union-attr]
+            due="a floating-point dtype",
+        )
+    if len(found) > 1:
+        rare = min(found, key=lambda dtype: len(found[dtype]))
+        yield context.warn(
+            f"floating-point tensors have {len(found)} dtypes: {', '.join(sorted(found))}",
+            where=found[rare][0],
+            got={dtype: len(names) for dtype, names in found.items()},
+            due="one dtype",
+            fix="convert on export",
+        )
+    narrow = [dtype for dtype in found if dtype not in _PLAIN_FLOATS]
+    if narrow and not context.draft.checkpoint.config.get("quantization_config"):
+        yield context.warn(
+            f"{narrow[0]} weights without a quantization_config that says how to read them",
+            where=found[narrow[0]][0],
+            got=narrow,
+            due="bfloat16 or float16",
+        )
+
+
+@check(
+    "weights.finite",
+    title="no NaN and no infinity in any tensor that is read",
+    why="One NaN spreads through every head that reads it; libraries initialise what they did not copy with NaN.",
+    needs=("headers", "tensors"),
+)
+def finite(context: Context) -> Iterator[Finding]:
+    """All tensors with non-finite values in one finding."""
+    bad = {name: stats.nonfinite for name, stats in scan(context.draft).items() if stats.nonfinite}
+    if bad:
+        first = next(iter(bad))
+        yield context.fail(
+            f"{first} holds {bad[first]} values that are NaN or infinite"
+            + (f"; {len(bad) - 1} more tensors do" if len(bad) > 1 else ""),
+            where=first,
+            got=bad,
+            due="finite numbers",
+            fix="export again from a checkpoint that was trained; NaN is what a forgotten copy leaves",
+            fault="nan",
+        )
+
+
+@check(
+    "weights.degenerate",
+    title="no tensor is all zero or constant, and nothing looks untrained",
+    why="A head or a projection that training never filled loads like any other.",
+    needs=("headers", "tensors"),
+)
+def degenerate(context: Context) -> Iterator[Finding]:
+    """Constant matrices, norms that are all zero, norms all one beside fresh matrices, heads that look random."""
+    stats = scan(context.draft)
+    matrices = {name: item for name, item in stats.items() if len(item.header.shape) >= 2 and item.header.numel > 1}
+    vectors = {name: item for name, item in stats.items() if name not in matrices}
+    flat = [name for name, item in matrices.items() if item.is_constant]
+    flat += [name for name, item in vectors.items() if item.is_constant and item.minimum == 0 and _is_norm(name)]
+    if flat:
+        yield context.fail(
+            f"{flat[0]} is {_constant(stats[flat[0]])}" + (f"; {len(flat) - 1} more are constant" if len(flat) > 1 else ""),
+            where=flat[0],
+            got={name: stats[name].minimum for name in flat[:12]},
+            due="trained values",
+            fix="export the tensor; zeros are what a missing copy leaves",
+            fault="degenerate",
+        )
+    fresh = context.draft.checkpoint.config.get("initializer_range")
+    init = float(fresh) if isinstance(fresh, (int, float)) and fresh else 0.02
+    norms = [item for name, item in vectors.items() if _is_norm(name)]
+    at_init = [name for name, item in matrices.items() if math.isclose(item.std, init, rel_tol=0.05)]
+    if norms and all(item.is_constant and item.minimum == 1 for item in norms) and len(at_init) > len(matrices) / 2:
+        yield context.warn(
+            "every norm is exactly one and most matrices have their initial deviation: the draft looks untrained",
+            where=at_init[0],
+            got={"norms": 1.0, "deviation": round(matrices[at_init[0]].std, 5)},
+            due="trained values",
+            fault="degenerate",
+        )
+    for name in ("lm_head.weight", "embed_tokens.weight"):
+        item = stats.get(name)
+        if item is None or item.row_norm_spread is None or name not in at_init:
+            continue
+        # Rows of n independent normal entries have norms that spread by 1 / sqrt(2 n); trained rows spread far more.
+        if item.row_norm_spread < 2 / math.sqrt(2 * item.header.shape[1]):
+            yield context.warn(
+                f"{name} looks random: its rows are all of one length, at the initial deviation",
+                where=name,
+                got={"deviation": round(item.std, 5), "spread of row norms": round(item.row_norm_spread, 5)},
+                due="rows of a trained table",
+                fault="degenerate",
+            )
+
+
+def _binding(context: Context) -> Binding:
+    binding = context.draft.binding
+    assert binding is not None, "the registry runs these checks only where the family is known"
+    return binding
+
+
+def _fits(got: tuple[int, ...], due: tuple[Extent, ...]) -> bool:
+    return len(got) == len(due) and all(want is None or want == have for have, want in zip(got, due, strict=True))
+
+
+def _shape(shape: tuple[Extent, ...]) -> str:
+    return f"[{', '.join('?' if extent is None else str(extent) for extent in shape)}]"
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name.rsplit(".", 2)[-2]
+
+
+def _constant(stats: TensorStats) -> str:
+    return "all zero" if stats.minimum == 0 else f"{stats.minimum:g} everywhere"
