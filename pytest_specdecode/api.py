@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path as Directory
+from typing import Any
 
 from pytest_specdecode import checks as rules
 from pytest_specdecode import engines as known_engines
 from pytest_specdecode import families
 from pytest_specdecode.checkpoint import CONFIG_NAME, Checkpoint, read_json_object
-from pytest_specdecode.errors import DraftError, UnknownFamilyError
+from pytest_specdecode.errors import CheckpointError, UnknownFamilyError
 from pytest_specdecode.families import Draft
 from pytest_specdecode.findings import CheckResult
 from pytest_specdecode.report import DraftReport, Report
@@ -76,13 +78,34 @@ def open_context(
     path: Path, *, target: Path | None = None, engines: Sequence[str] | None = None, device: str = "cpu"
 ) -> rules.Context:
     """What the checks of one draft share; errors as `check_draft`."""
+    return context_of(families.load(Checkpoint.open(path)), target=target, engines=engines, device=device)
+
+
+def context_of(
+    draft: Draft, *, target: Path | None = None, engines: Sequence[str] | None = None, device: str = "cpu"
+) -> rules.Context:
+    """As `open_context`, for a draft that is open already."""
     return rules.Context(
-        draft=families.load(Checkpoint.open(path)),
-        target=None if target is None else read_json_object(_config_of(target)),
+        draft=draft,
+        target=None if target is None else read_target(target),
         target_path=None if target is None else os.fspath(target),
         device=device,
         engines=known_engines.select(engines),
     )
+
+
+def read_target(path: Path) -> dict[str, Any]:
+    """The configuration of the target in the directory `path`.
+
+    Raises:
+        CheckpointError: there is no such directory, or no readable `config.json` in it.
+    """
+    directory = Directory(path)
+    if not directory.is_dir():
+        raise CheckpointError("is not a directory; give the target's directory", path=directory)
+    if not (directory / CONFIG_NAME).exists():
+        raise CheckpointError("holds no config.json; give the target's directory", path=directory)
+    return read_json_object(directory / CONFIG_NAME)
 
 
 def run_check(item: rules.Check, context: rules.Context) -> CheckResult:
@@ -106,14 +129,6 @@ def draft_report(path: Path, context: rules.Context, results: Iterable[CheckResu
         spec=draft.spec,
         results=tuple(results),
     )
-
-
-def _config_of(target: Path) -> families.draft.Path:
-    directory = families.draft.Path(target)
-    file = directory / CONFIG_NAME
-    if not file.exists():
-        raise DraftError("holds no config.json; give the target's directory", path=directory)
-    return file
 
 
 def _names(names: Iterable[str] | str | None) -> list[str] | None:

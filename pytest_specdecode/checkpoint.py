@@ -10,12 +10,14 @@ Safetensors layout: 8 bytes little-endian header length, a JSON object, then the
 
 from __future__ import annotations
 
+import array
 import contextlib
 import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -82,6 +84,18 @@ TORCH_NAMES: Mapping[str, str] = {
 #: Refused above these: no draft's file comes near, and a reader that believes them can be made to eat the machine.
 MAX_HEADER_BYTES = 100_000_000
 MAX_JSON_BYTES = 16_000_000
+
+_ARRAY_CODES = {
+    "bool": "B",
+    "uint8": "B",
+    "int8": "b",
+    "int16": "h",
+    "uint16": "H",
+    "int32": "i",
+    "uint32": "I",
+    "int64": "q",
+    "uint64": "Q",
+}
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
@@ -193,15 +207,46 @@ class Checkpoint:
         if header is None:
             raise CheckpointError("no tensor of this name in the weights", path=self.path, key=name)
         if header.file.endswith(_PICKLE_SUFFIXES):
-            value = self._pickled_tensors(header.file)[name]
+            value: torch.Tensor = self._pickled_tensors(header.file)[name]
             return value if rows is None else value[rows]
         from safetensors import SafetensorError
 
         try:
             handle = self._handle(header.file)
-            return handle.get_tensor(name) if rows is None else handle.get_slice(name)[rows]
+            found: torch.Tensor = handle.get_tensor(name) if rows is None else handle.get_slice(name)[rows]
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"data cannot be read: {error}", path=self.path / header.file, key=name) from None
+        return found
+
+    def integers(self, name: str) -> Sequence[int]:
+        """The values of a one-dimensional integer or bool tensor, read without torch where it is stored as safetensors.
+
+        Raises:
+            CheckpointError: no such tensor, not of an integer type, or its data cannot be read.
+        """
+        header = self.tensors.get(name)
+        if header is None:
+            raise CheckpointError("no tensor of this name in the weights", path=self.path, key=name)
+        code = _ARRAY_CODES.get(header.dtype)
+        if code is None:
+            raise CheckpointError(f"is {header.dtype}; an integer type was due", path=self.path, key=name)
+        if header.file.endswith(_PICKLE_SUFFIXES):
+            values: list[int] = self.tensor(name).flatten().tolist()
+            return values
+        found = array.array(code)
+        file = self.path / header.file
+        try:
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                stream.seek(8 + length + header.start)
+                found.frombytes(stream.read(header.end - header.start))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"data cannot be read: {error}", path=file, key=name) from None
+        if len(found) != header.numel:
+            raise CheckpointError("data ends early", path=file, key=name, got=len(found), due=header.numel)
+        if sys.byteorder == "big":
+            found.byteswap()
+        return found
 
     def chunks(self, name: str, max_bytes: int = 64 << 20) -> Iterator[torch.Tensor]:
         """The tensor `name` in consecutive row blocks of at most about `max_bytes` each."""

@@ -35,6 +35,11 @@ class Outcome:
         """As the JSON report holds it."""
         return {"outcome": self.outcome, "message": self.message}
 
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Outcome:
+        """What `to_dict` gave; the source does not survive it."""
+        return cls(outcome=found["outcome"], message=found["message"])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -69,6 +74,13 @@ class Finding:
             "fix": self.fix,
         }
 
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Finding:
+        """What `to_dict` gave; `got` and `due` stay what JSON holds."""
+        outcomes = {name: Outcome.from_dict(outcome) for name, outcome in found["outcomes"].items()}
+        fields = ("severity", "message", "where", "got", "due", "fix")
+        return cls(**{name: found[name] for name in fields}, outcomes=outcomes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
@@ -99,6 +111,12 @@ class CheckResult:
             "message": self.message,
             "findings": [finding.to_dict() for finding in self.findings],
         }
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> CheckResult:
+        """What `to_dict` gave, so that a result can cross from one process to another; the time does not."""
+        findings = tuple(Finding.from_dict(finding) for finding in found["findings"])
+        return cls(id=found["id"], status=found["status"], message=found["message"], findings=findings)
 
 
 def jsonable(value: Any) -> Any:

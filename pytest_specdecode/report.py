@@ -21,6 +21,9 @@ from pytest_specdecode.spec import DraftSpec
 
 SCHEMA = 1
 
+#: Suffixes that `Report.write` knows.
+SUFFIXES: tuple[str, ...] = (".json",)
+
 _PACKAGES = ("pytest-specdecode", "pytest", "hypothesis", "torch", "triton", "safetensors", "numpy")
 
 
@@ -117,12 +120,19 @@ class Report:
             DraftError: an unknown suffix, or the file cannot be written.
         """
         file = Path(path)
-        if file.suffix != ".json":
-            raise DraftError(f"reports are written as .json, not {file.suffix or 'without a suffix'}", path=file)
+        require_suffix(file)
         _write_whole(file, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def __str__(self) -> str:
         return "\n".join(line for draft in self.drafts for line in draft_lines(draft))
+
+
+def require_suffix(file: Path) -> None:
+    """Raise DraftError where no report is written under `file`'s suffix."""
+    if file.suffix not in SUFFIXES:
+        raise DraftError(
+            f"reports are written as {', '.join(SUFFIXES)}, not {file.suffix or 'without a suffix'}", path=file
+        )
 
 
 def tool_versions() -> dict[str, str | None]:
@@ -173,7 +183,8 @@ def _write_whole(file: Path, text: str) -> None:
     try:
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".part")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            # Names of files that are not UTF-8 come as lone surrogates, and stay readable JSON as escapes.
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
                 stream.write(text)
             os.chmod(temporary, 0o644)
             os.replace(temporary, file)
@@ -182,4 +193,3 @@ def _write_whole(file: Path, text: str) -> None:
             raise
     except OSError as error:
         raise DraftError(f"cannot be written: {error.strerror or error}", path=file) from None
-

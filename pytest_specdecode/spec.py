@@ -267,7 +267,8 @@ class DraftSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """As the JSON report holds it; unknown values are null."""
-        return _plain(self)
+        found: dict[str, Any] = _plain(self)
+        return found
 
 
 def _plain(value: Any) -> Any:

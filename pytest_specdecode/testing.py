@@ -275,5 +275,3 @@ def _known_shape(tensor: ExpectedTensor) -> tuple[int, ...]:
 
 def _family(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)
-
-

@@ -147,7 +147,9 @@ def head_arithmetic(context: Context) -> Iterator[Finding]:
     if attention.num_heads is None:
         raise Inconclusive("num_attention_heads is not stated")
     if attention.num_heads < 1:
-        yield context.fail("no attention heads", where="config.json: num_attention_heads", got=attention.num_heads, due=1)
+        yield context.fail(
+            "no attention heads", where="config.json: num_attention_heads", got=attention.num_heads, due=1
+        )
         return
     if isinstance(attention, GQASpec):
         yield from _gqa_arithmetic(context, attention)
@@ -204,7 +206,9 @@ def q_lora_rank(context: Context) -> Iterator[Finding]:
             fault="q-lora-rank-null",
         )
     elif context.spec.layers and getattr(context.spec.layers[0].attention, "q_lora_rank", None) in (0, None):
-        yield context.fail("q_lora_rank is not a positive number", where=where, got=section["q_lora_rank"], due=rows, fix=fix)
+        yield context.fail(
+            "q_lora_rank is not a positive number", where=where, got=section["q_lora_rank"], due=rows, fix=fix
+        )
 
 
 @check(

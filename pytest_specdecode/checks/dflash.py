@@ -18,7 +18,9 @@ from pytest_specdecode.spec import BlockSpec
 def mask_token(context: Context) -> Iterator[Finding]:
     """Presence, agreement, range, and a mask that means something else."""
     block = _block(context)
-    where = f"config.json: {block.mask_token_stated[0].key if block.mask_token_stated else 'dflash_config.mask_token_id'}"
+    where = (
+        f"config.json: {block.mask_token_stated[0].key if block.mask_token_stated else 'dflash_config.mask_token_id'}"
+    )
     config = context.draft.checkpoint.config
     stated = {item.key: item.value for item in block.mask_token_stated}
     if block.mask_token_id is None:

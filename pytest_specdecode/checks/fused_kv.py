@@ -52,10 +52,14 @@ def axis_check(axis: str) -> Callable[[Context], Iterator[Finding]]:
         if not faults:
             return
         first = faults[0]
-        layers = [fault.layer for fault in faults if fault.layer is not None]
+        layers = sorted({fault.layer for fault in faults if fault.layer is not None})
         yield context.fail(
             first.message,
-            where=f"layer {layers[0]}" if len(layers) == 1 else f"layers {', '.join(map(str, layers))}" if layers else "",
+            where=f"layer {layers[0]}"
+            if len(layers) == 1
+            else f"layers {', '.join(map(str, layers))}"
+            if layers
+            else "",
             got=first.got,
             due=first.expected,
             fix="give every layer the same, or serve the draft layer by layer",
@@ -133,9 +137,7 @@ def matches_reference(context: Context) -> Iterator[Finding]:
     truth_k, _ = fused_kv_reference(layers, hidden, positions)
     eager_k, eager_v = eager_kv(layers, hidden, positions)
     try:
-        measured = assert_close(
-            k, truth_k, eager_k, what="K", reduction_sizes=(stack.hidden_size, stack.head_dim)
-        )
+        measured = assert_close(k, truth_k, eager_k, what="K", reduction_sizes=(stack.hidden_size, stack.head_dim))
         assert_exact(v, eager_v, what="V")
     except NumericsError as error:
         yield context.fail(
@@ -196,6 +198,8 @@ def _layer_facts(context: Context, spec: DraftSpec, layer: LayerSpec) -> LayerFa
         kv_heads = k[0] // head_dim
     weight = context.draft.header(f"{prefix}.k_proj.weight")
     stored = context.draft.checkpoint.has_weights
+    # A layer whose projection is not in the weights says nothing of its own; weights.missing reports it.
+    held = weight is not None
     return LayerFacts(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -205,8 +209,8 @@ def _layer_facts(context: Context, spec: DraftSpec, layer: LayerSpec) -> LayerFa
         rope_scaling=normal_scaling({**attention.rope.scaling, "rope_type": attention.rope.rope_type}),
         hidden_size=k[1] if k is not None and len(k) == 2 else attention.in_features,
         dtype=weight.dtype if weight is not None and weight.dtype in _PLAIN else None,
-        bias=shape("k_proj.bias") is not None if stored else attention.qkv_bias,
-        k_norm=_norm_place(norm, head_dim) if stored else "per-head" if attention.qk_norm else "none",
+        bias=(shape("k_proj.bias") is not None if held else None) if stored else attention.qkv_bias,
+        k_norm=(_norm_place(norm, head_dim) if held else None) if stored else _NORM_PLACE[attention.qk_norm],
         norm_kind=layer.norm_kind,
         v_head_dim=None if v is None or not kv_heads else v[0] // kv_heads,
         value_scale=attention.value_scale,
@@ -217,6 +221,7 @@ def _layer_facts(context: Context, spec: DraftSpec, layer: LayerSpec) -> LayerFa
     )
 
 
+_NORM_PLACE = {True: "per-head", False: "none"}
 _PLAIN = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -230,7 +235,9 @@ def _quantization(context: Context, prefix: str) -> str | None:
     """The method, where this layer's K projection is stored in a form that is not plain."""
     binding = context.draft.binding
     names = () if binding is None else binding.stored
-    packed = [name for name in names if name.startswith(f"{prefix}.k_proj.") and not name.endswith((".weight", ".bias"))]
+    packed = [
+        name for name in names if name.startswith(f"{prefix}.k_proj.") and not name.endswith((".weight", ".bias"))
+    ]
     header = context.draft.header(f"{prefix}.k_proj.weight")
     if not packed and (header is None or header.dtype in _PLAIN):
         return None

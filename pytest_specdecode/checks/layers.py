@@ -71,7 +71,11 @@ def finite(context: Context) -> Iterator[Finding]:
             if not _runs_finite(layer, scale):
                 broken.setdefault(name, []).append(index)
         header = context.draft.header(f"layers.{index}.mlp.down_proj.weight")
-        if header is not None and header.dtype == "bfloat16" and index not in {i for ids in broken.values() for i in ids}:
+        if (
+            header is not None
+            and header.dtype == "bfloat16"
+            and index not in {i for ids in broken.values() for i in ids}
+        ):
             half = context.draft.layer(index, dtype=torch.float16, device=context.device)
             if not _runs_finite(half, LARGE):
                 overflowing.append(index)

@@ -22,6 +22,8 @@ Need = Literal["config", "headers", "tensors", "target", "serving", "trace", "tr
 
 REGISTRY: dict[str, Check] = {}
 
+_NO_WEIGHTS = "no weights lie beside config.json; give the whole checkpoint directory"
+
 
 class Skip(Exception):
     """The check does not apply to this draft."""
@@ -40,7 +42,8 @@ class Check:
         title: what must hold, in one line.
         why: what goes wrong otherwise.
         severity: of its worst finding.
-        needs: evidence without which it is inconclusive.
+        needs: evidence without which it is inconclusive. A check that needs both config and headers looks at the configuration
+            alone where there are no weights, and is inconclusive only if that shows no fault.
         families: the families it applies to; None for all.
         anywhere: whether it runs on a checkpoint whose family is not known or whose files are broken.
         run: yields findings; may raise Skip or Inconclusive.
@@ -183,6 +186,8 @@ def run(item: Check, context: Context) -> CheckResult:
     except DraftError as error:
         place = ": ".join(part for part in (error.path, error.key) if part)
         findings = [Finding(message=error.message, where=place, got=error.got, due=error.due)]
+    if not findings and _only_config(item, context):
+        return result("inconclusive", f"the configuration alone shows no fault; {_NO_WEIGHTS}")
     if not findings:
         return result("passed", context.notes.get(item.id, ""))
     findings.sort(key=lambda finding: finding.severity != "error")
@@ -204,15 +209,20 @@ def _require(item: Check, context: Context) -> None:
         if item.families is not None and draft.spec.family not in item.families:
             raise Skip(f"for {_listed(item.families)} drafts; this one is {draft.spec.family}")
         if {"headers", "tensors"} & set(item.needs):
-            if not draft.checkpoint.has_weights:
-                raise Inconclusive("no weights lie beside config.json; give the whole checkpoint directory")
-            if not draft.checkpoint.complete:
+            if not draft.checkpoint.has_weights and "config" not in item.needs:
+                raise Inconclusive(_NO_WEIGHTS)
+            if draft.checkpoint.has_weights and not draft.checkpoint.complete:
                 fault = [*draft.checkpoint.faults, *draft.checkpoint.index_faults][0]
                 raise Inconclusive(f"the weights cannot all be read: {fault}")
     if "target" in item.needs and context.target is None:
         raise Inconclusive("needs the target's config.json: --draft-target=DIR")
     if "gpu" in item.needs and context.device == "cpu":
         raise Inconclusive("needs a GPU: --draft-device=cuda")
+
+
+def _only_config(item: Check, context: Context) -> bool:
+    """Whether the half of the evidence that lies in the weights is not there."""
+    return not item.anywhere and "headers" in item.needs and not context.draft.checkpoint.has_weights
 
 
 def _expand(names: Iterable[str]) -> set[str]:

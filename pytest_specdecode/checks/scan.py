@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pytest_specdecode.checkpoint import TensorHeader
 from pytest_specdecode.families import Draft
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,7 @@ def _stats(draft: Draft, header: TensorHeader) -> TensorStats:
             minimum = min(minimum, float(good.min()))
             maximum = max(maximum, float(good.max()))
             total += float(good.sum(dtype=torch.float64))
-            squares += float(good.double().square().sum()) if good.numel() < 1 << 20 else _squares(good)
+            squares += float(good.norm(dtype=torch.float64)) ** 2
             count += good.numel()
         if values.ndim == 2 and not bad:
             norms.append(values.norm(dim=1))
@@ -84,17 +88,6 @@ def _stats(draft: Draft, header: TensorHeader) -> TensorStats:
     )
 
 
-def _squares(values: object) -> float:
-    import torch
-
-    assert isinstance(values, torch.Tensor)
-    flat = values.flatten()
-    return sum(float(part.double().square().sum()) for part in flat.split(1 << 20))
-
-
-def _spread(norms: object) -> float:
-    import torch
-
-    assert isinstance(norms, torch.Tensor)
+def _spread(norms: torch.Tensor) -> float:
     mean = float(norms.mean())
     return float(norms.std()) / mean if mean else 0.0

@@ -145,7 +145,9 @@ def biases(context: Context) -> Iterator[Finding]:
             fix="clear the flag, or export the biases",
             fault="bias-missing",
         )
-    if context.spec.family == "eagle3" and any(getattr(layer.attention, "qkv_bias", False) for layer in context.spec.layers):
+    if context.spec.family == "eagle3" and any(
+        getattr(layer.attention, "qkv_bias", False) for layer in context.spec.layers
+    ):
         yield context.warn(
             "attention_bias is true; SGLang's EAGLE3 layer has no q, k and v bias and drops theirs",
             where="config.json: attention_bias",
@@ -238,7 +240,8 @@ def degenerate(context: Context) -> Iterator[Finding]:
     flat += [name for name, item in vectors.items() if item.is_constant and item.minimum == 0 and _is_norm(name)]
     if flat:
         yield context.fail(
-            f"{flat[0]} is {_constant(stats[flat[0]])}" + (f"; {len(flat) - 1} more are constant" if len(flat) > 1 else ""),
+            f"{flat[0]} is {_constant(stats[flat[0]])}"
+            + (f"; {len(flat) - 1} more are constant" if len(flat) > 1 else ""),
             where=flat[0],
             got={name: stats[name].minimum for name in flat[:12]},
             due="trained values",

@@ -78,8 +78,12 @@ ENGINE = Engine(
             "DeepSeek-V3's configuration class fills in 1536; a bare one stops with an AttributeError", _K25
         ),
         "mla-field-missing": serves_wrong("the configuration class fills in its default", _K25),
-        "lm-head-missing": serves_wrong("drafts with an uninitialised head: accepted length 1.00, no error", "issue 27829"),
-        "tied-reduced": serves_wrong("takes the whole embedding as the head of a reduced vocabulary", "SpecForge PR 140"),
+        "lm-head-missing": serves_wrong(
+            "drafts with an uninitialised head: accepted length 1.00, no error", "issue 27829"
+        ),
+        "tied-reduced": serves_wrong(
+            "takes the whole embedding as the head of a reduced vocabulary", "SpecForge PR 140"
+        ),
         "d2t-missing": serves_wrong("takes draft ids for target ids", _K25),
         "d2t-absolute": serves_wrong("adds the index once more: every id is shifted, none is checked", _K25),
         "d2t-out-of-range": serves_wrong("reads rows past the vocabulary; no range test", _K25),

@@ -18,7 +18,9 @@ ENGINE = Engine(
     known={
         "lm-head-missing": fine("takes the target's head", _SPEC),
         "tensor-unexpected": serves_wrong("partial loading drops it without a word", _SPEC),
-        "block-size-nested-only": serves_wrong("reads block_size at top level only, and 16 otherwise", "_torch/speculative/dflash.py"),
+        "block-size-nested-only": serves_wrong(
+            "reads block_size at top level only, and 16 otherwise", "_torch/speculative/dflash.py"
+        ),
         "nan": serves_wrong("NaN spreads through every head that reads the tensor"),
         "degenerate": serves_wrong("serves what the tensor gives"),
         "fused-kv-mismatch": stops("refuses layers whose q/kv/head sizes differ", _DFLASH),

@@ -27,7 +27,9 @@ ENGINE = Engine(
     title="vLLM",
     version="0.33.0",
     known={
-        "architecture-plain-llama": fine("renames it to an EAGLE class of its own", "transformers_utils/configs/eagle.py"),
+        "architecture-plain-llama": fine(
+            "renames it to an EAGLE class of its own", "transformers_utils/configs/eagle.py"
+        ),
         "lm-head-missing": serves_wrong("the head keeps what memory held; missing tensors are not noticed", _EAGLE3),
         "tied-reduced": fine("does not look at tie_word_embeddings; the file's own head counts", _EAGLE3),
         "d2t-missing": serves_wrong("takes draft ids for target ids: accepted length 1.12 instead of 2.99", "PR 18909"),
@@ -42,9 +44,7 @@ ENGINE = Engine(
         "nan": serves_wrong("NaN spreads through every head that reads the tensor"),
         "degenerate": serves_wrong("serves what the tensor gives"),
         "theta-missing": _theta_missing,
-        "fused-kv-mismatch": stops(
-            "All layers must have the same attn config for DFlash precomputation", _DFLASH
-        ),
+        "fused-kv-mismatch": stops("All layers must have the same attn config for DFlash precomputation", _DFLASH),
         "fused-kv-rope-style": stops(
             "All layers must have the same RoPE parameters for DFlash precomputation", _DFLASH
         ),

@@ -9,11 +9,7 @@ from pytest_specdecode.spec import Extent, VocabularySpec
 def read_vocabulary(view: ConfigView) -> VocabularySpec:
     """Token spaces; the draft's size under `draft_vocab_size` or nebius's older `truncated_vocab_size`."""
     key = next(
-        (
-            name
-            for name in ("draft_vocab_size", "truncated_vocab_size")
-            if view.root.raw(name) is not None
-        ),
+        (name for name in ("draft_vocab_size", "truncated_vocab_size") if view.root.raw(name) is not None),
         None,
     )
     tied = view.root.flag("tie_word_embeddings")

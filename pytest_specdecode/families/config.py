@@ -143,9 +143,7 @@ class Section:
         shown = value if isinstance(value, (int, float, str, bool)) else type(value).__name__
         self.faults.setdefault(
             self.path(key),
-            ConfigError(
-                f"{_short(shown)} where {due} was due", path=self.file, key=self.path(key), got=value, due=due
-            ),
+            ConfigError(f"{_short(shown)} where {due} was due", path=self.file, key=self.path(key), got=value, due=due),
         )
 
 

@@ -153,9 +153,7 @@ class DFlash(Family):
                 qkv_bias=has_bias,
                 o_bias=has_bias,
                 sliding_window=window,
-                value_scale=_first(
-                    nested.number("attention_value_scale"), view.layer.number("attention_value_scale"), 1.0
-                ),
+                value_scale=_value_scale(view),
             ),
             intermediate_size=view.layer.extent("intermediate_size"),
             hidden_act=view.layer.text("hidden_act") or "silu",
@@ -207,7 +205,8 @@ class DFlashLayer(ReferenceLayer):
             context=both,
             causal=self.is_causal,
         )
-        return attended + self.mlp(self.post_attention_layernorm(attended))
+        out: torch.Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
+        return out
 
     def probe(self, tokens: int, seed: int, scale: float = 1.0, batch: int = 1) -> Mapping[str, torch.Tensor]:
         """A context of `tokens` positions and a block of four rows behind it."""
@@ -228,9 +227,9 @@ class DFlashLayer(ReferenceLayer):
 
     def incremental(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The block over a context that came in two pieces, as committed tokens do."""
-        from pytest_specdecode.families.building import new_cache
+        from pytest_specdecode.layers import KVCache
 
-        cache = new_cache(self.self_attn)
+        cache = KVCache()
         context, positions = inputs["context"], inputs["context_positions"]
         middle = max(1, context.shape[-2] // 2)
         for part in (slice(0, middle), slice(middle, None)):
@@ -282,9 +281,17 @@ def _tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
     yield embedding(spec)
 
 
+def _value_scale(view: ConfigView) -> float:
+    for section in (view.root.section("dflash_config"), view.layer):
+        scale = section.number("attention_value_scale")
+        if scale is not None:
+            return scale
+    return 1.0
+
+
 def _is_laguna(view: ConfigView) -> bool:
     return any("Laguna" in architecture for architecture in view.root.texts("architectures"))
 
 
-def _first(*values: float | int | None) -> int | None:
-    return next((value for value in values if value is not None), None)  # type: ignore[return-value]
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)

@@ -157,7 +157,8 @@ class Eagle3Layer(ReferenceLayer):
             states = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
             residual = normed if self.norm_before_residual else hidden
         attended = residual + self.self_attn(states, positions, cache=cache)
-        return attended + self.mlp(self.post_attention_layernorm(attended))
+        out: torch.Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
+        return out
 
     def probe(self, tokens: int, seed: int, scale: float = 1.0, batch: int = 1) -> Mapping[str, torch.Tensor]:
         """Embeddings, hidden states and positions 0, 1, …"""
@@ -205,7 +206,9 @@ def label_signals(view: ConfigView, family: str, *, mla: bool) -> list[Signal]:
 
 def key_signals(view: ConfigView, family: str) -> list[Signal]:
     """Keys that only EAGLE3 configurations have."""
-    keys = [key for key in ("eagle_config", "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state") if key in view.root]
+    keys = [
+        key for key in ("eagle_config", "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state") if key in view.root
+    ]
     reduced = [key for key in ("draft_vocab_size", "truncated_vocab_size") if view.root.raw(key) is not None]
     if view.root.texts("architectures") == ("LlamaForCausalLM",) and view.root.raw("num_hidden_layers") == 1:
         keys += reduced

@@ -17,12 +17,8 @@ def gqa_tensors(layer: LayerSpec, attention: GQASpec, *, fused_qkv: bool = False
     if fused_qkv:
         rows = [("qkv_proj", plus(q_rows, times(2, kv_rows)))]
     for name, extent in rows:
-        yield ExpectedTensor(
-            name=f"{prefix}.{name}.weight", shape=(extent, attention.in_features), layer=layer.index
-        )
-    yield ExpectedTensor(
-        name=f"{prefix}.o_proj.weight", shape=(attention.out_features, q_rows), layer=layer.index
-    )
+        yield ExpectedTensor(name=f"{prefix}.{name}.weight", shape=(extent, attention.in_features), layer=layer.index)
+    yield ExpectedTensor(name=f"{prefix}.o_proj.weight", shape=(attention.out_features, q_rows), layer=layer.index)
     for name, extent in rows:
         yield bias(f"{prefix}.{name}.bias", extent, attention.qkv_bias, layer.index)
     yield bias(f"{prefix}.o_proj.bias", attention.out_features, attention.o_bias, layer.index)

@@ -1,0 +1,107 @@
+"""The checks that compute: they must fail when the arithmetic is wrong, and say by how much.
+
+No good checkpoint makes these fail, since both sides of each comparison are ours; so the arithmetic is broken here, one step at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_specdecode import checks, testing
+from pytest_specdecode.api import open_context
+from pytest_specdecode.families.dflash import DFlashLayer
+from pytest_specdecode.families.eagle3 import Eagle3Layer
+from pytest_specdecode.findings import CheckResult
+from pytest_specdecode.fused_kv import path as fused_path
+from pytest_specdecode.layers import MLAAttention
+
+
+def _run(id: str, family: str, tmp_path: Path, **changes: Any) -> CheckResult:
+    return checks.run(checks.REGISTRY[id], open_context(testing.write_tiny(tmp_path / "draft", family, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"), [("eagle3", Eagle3Layer), ("eagle3-mla", Eagle3Layer), ("dflash", DFlashLayer)]
+)
+def test_incremental_fails_when_steps_forget_their_positions(
+    family: str, layer: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding at positions shifted by one is another function."""
+    good = _run("layers.incremental", family, tmp_path)
+    assert good.status == "passed"
+    assert "largest difference" in good.message
+
+    real = layer.incremental  # type: ignore[attr-defined]
+
+    def shifted(self: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        key = "context_positions" if "context_positions" in inputs else "positions"
+        moved = {**inputs, key: torch.where(inputs[key] > 5, inputs[key] + 1, inputs[key])}
+        return real(self, moved)
+
+    monkeypatch.setattr(layer, "incremental", shifted)
+    broken = _run("layers.incremental", family, tmp_path)
+    assert broken.status == "failed"
+    assert broken.findings[0].got > 1e-3
+
+
+def test_mla_absorbed_fails_when_the_value_half_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kv_b_proj holds, per head, the key part and then the value part."""
+    assert _run("layers.mla-absorbed", "eagle3-mla", tmp_path).status == "passed"
+    real = MLAAttention._absorbed
+
+    def swapped(self: MLAAttention, *args: torch.Tensor) -> torch.Tensor:
+        rows = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        whole = self.kv_b_proj.weight
+        self.kv_b_proj.weight = torch.nn.Parameter(rows.flip(1).flatten(0, 1), requires_grad=False)
+        try:
+            return real(self, *args)
+        finally:
+            self.kv_b_proj.weight = whole
+
+    monkeypatch.setattr(MLAAttention, "_absorbed", swapped)
+    assert _run("layers.mla-absorbed", "eagle3-mla", tmp_path).status == "failed"
+
+
+def test_finite_warns_where_only_float16_overflows(tmp_path: Path) -> None:
+    """A bf16 draft served in fp16 beside an fp16 target."""
+
+    def large(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["layers.0.mlp.down_proj.weight"] *= 1e5
+
+    result = _run("layers.finite", "dflash", tmp_path, edit=large)
+    assert result.status == "warned"
+    assert "float16" in result.message
+
+
+@pytest.mark.parametrize("fault", ["k by one position", "v by one ulp", "norm eps", "layers swapped"])
+def test_matches_reference_fails_on_a_wrong_kernel(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a fault that an engine has had or could have."""
+    assert _run("fused-kv.matches-reference", "dflash", tmp_path).status == "passed"
+    real = fused_path.fused_norm_rope
+
+    def wrong(kv: Any, positions: Any, weight: Any, eps: Any, table: Any, **options: Any) -> Any:
+        if fault == "k by one position":
+            positions = (positions - 1).clamp(min=0)
+        if fault == "norm eps":
+            eps = torch.full_like(eps, 1e-2)
+        k, v = real(kv, positions, weight, eps, table, **options)
+        if fault == "v by one ulp":
+            v.view(torch.int16).view(-1)[7] += 1
+        if fault == "layers swapped":
+            k = k.flip(0)
+        return k, v
+
+    monkeypatch.setattr(fused_path, "fused_norm_rope", wrong)
+    result = _run("fused-kv.matches-reference", "dflash", tmp_path)
+    assert result.status == "failed"
+    assert ("V" if fault.startswith("v") else "K") in result.message
+
+
+def test_matches_reference_says_what_it_measured(tmp_path: Path) -> None:
+    """A passing check shows its figure."""
+    assert "of eager's, V is exact" in _run("fused-kv.matches-reference", "dflash", tmp_path).message
