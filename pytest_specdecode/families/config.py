@@ -71,10 +71,10 @@ class Section:
         return None
 
     def layers(self, key: str = "num_hidden_layers") -> int | None:
-        """A number of layers, at most `MAX_LAYERS`."""
+        """A number of layers or of taps, at most `MAX_LAYERS`."""
         value = self.extent(key)
         if value is not None and value > MAX_LAYERS:
-            self._fault(key, value, f"at most {MAX_LAYERS} layers")
+            self._fault(key, value, f"at most {MAX_LAYERS}")
             return None
         return value
 
@@ -88,6 +88,14 @@ class Section:
                 return float(value)
             self._fault(key, value, "a number")
         return None
+
+    def fraction(self, key: str) -> float | None:
+        """A number from 0 to 1."""
+        value = self.number(key)
+        if value is not None and not 0 <= value <= 1:
+            self._fault(key, value, "a number from 0 to 1")
+            return None
+        return value
 
     def flag(self, *keys: str) -> bool | None:
         """The first of `keys` that states true or false."""

@@ -341,7 +341,8 @@ def mla_tensors(layer: LayerSpec, attention: MLASpec) -> Iterator[ExpectedTensor
 
 def _layers_built(view: ConfigView, stated: int | None) -> int:
     """Layers whose tensors are due: as stated, but one where the file shows one (training classes build one `midlayer`)."""
-    held = {int(match[1]) for name in view.tensors if (match := re.match(r"layers\.(\d+)\.", name))}
+    matches = (re.match(r"layers\.(\d{1,4})\.", name) for name in view.tensors)
+    held = {index for match in matches if match and (index := int(match[1])) < MAX_LAYERS}
     if held:
         return max(held) + 1
     return stated or 1
@@ -374,7 +375,7 @@ def _taps(view: ConfigView) -> TapsSpec:
     used = nested.flag("use_aux_hidden_state")
     if used is None:
         used = view.root.flag("use_aux_hidden_state")
-    counted = view.root.extent("num_aux_hidden_states")
+    counted = view.root.layers("num_aux_hidden_states")
     ids = found[0][1] if found else None
     return TapsSpec(
         ids=ids,

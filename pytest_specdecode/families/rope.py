@@ -33,7 +33,7 @@ def read_rope(
     source = next((place for place in places if _scaling_fields(place.values) or _rope_type(place)), None)
     rope_type = (_rope_type(source) if source is not None else None) or "default"
     factor = next(
-        (value for place in (*places, section) if (value := place.number("partial_rotary_factor")) is not None), None
+        (value for place in (*places, section) if (value := place.fraction("partial_rotary_factor")) is not None), None
     )
     rotary_dim = head_dim
     if factor is not None and head_dim is not None and rope_type != "proportional":
@@ -43,10 +43,21 @@ def read_rope(
         rope_type=rope_type,
         rotary_dim=rotary_dim,
         is_neox_style=is_neox_style,
-        scaling={} if source is None or rope_type == "default" else _scaling_fields(source.values),
+        scaling={} if source is None or rope_type == "default" else _scaling(source, section, rope_type, factor),
         max_position_embeddings=section.extent("max_position_embeddings"),
         theta_stated=tuple(stated),
     )
+
+
+def _scaling(source: Section, section: Section, rope_type: str, factor: float | None) -> dict[str, Any]:
+    """The scaling's fields, with those that some files state beside the dictionary and not in it."""
+    fields = _scaling_fields(source.values)
+    original = section.extent("original_max_position_embeddings")
+    if original is not None:
+        fields.setdefault("original_max_position_embeddings", original)
+    if rope_type == "proportional" and factor is not None:
+        fields.setdefault("partial_rotary_factor", factor)
+    return fields
 
 
 def _rope_type(place: Section | None) -> str | None:

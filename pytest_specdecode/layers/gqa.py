@@ -1,0 +1,170 @@
+"""Grouped-query attention as EAGLE3 and DFlash drafts use it, written for reading.
+
+The attributes carry the names that serving engines give them (`qkv_proj`, `q_size`, `kv_size`, `rotary_emb`, `k_norm`),
+so that a layer built here can stand wherever code expects an engine's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from pytest_specdecode.errors import LayerBuildError
+from pytest_specdecode.layers.attention import KVCache, attend, check_rows, visibility
+from pytest_specdecode.layers.linear import Linear, join, known, take, take_bias
+from pytest_specdecode.layers.norms import NormKind, RMSNorm
+from pytest_specdecode.layers.rope import RotaryEmbedding
+from pytest_specdecode.spec import GQASpec
+
+
+class GQAAttention(nn.Module):
+    """One attention layer: q, k, v from one input, a norm per head on q and k where the spec says so, rotation,
+    softmax, `o_proj`.
+
+    Args:
+        spec: shapes and options; every extent must be known.
+        tensors: by local name: `q_proj.weight`, `k_proj.weight`, `v_proj.weight` or, joined, `qkv_proj.weight`;
+            `o_proj.weight`; `q_norm.weight` and `k_norm.weight` of `[head_dim]` with `spec.qk_norm`; `.bias` beside the
+            projections where the spec has one. Other names are not looked at.
+        norm_eps, norm_kind: of the per-head norms.
+        scaling: factor on the scores, `head_dim ** -0.5` where None.
+
+    Attributes:
+        qkv_proj: `.weight` `[q_size + 2 * kv_size, in_features]` (rows of q, then k, then v) and `.bias` or None.
+        q_size, kv_size: rows of q, and of k or v.
+        num_heads, num_kv_heads, head_dim, v_head_dim: `v_head_dim` equals `head_dim`.
+        rotary_emb: a `RotaryEmbedding`.
+        q_norm, k_norm: `RMSNorm` over `head_dim`, or None.
+        o_proj, value_scale, scaling, sliding_window.
+
+    Raises:
+        LayerBuildError: an extent is unknown, heads do not divide, or a tensor is missing, of another shape, or not
+            due.
+    """
+
+    def __init__(
+        self,
+        spec: GQASpec,
+        tensors: Mapping[str, Tensor],
+        *,
+        norm_eps: float = 1e-6,
+        norm_kind: NormKind = "rms",
+        scaling: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.num_heads = known(spec.num_heads, "num_attention_heads")
+        self.num_kv_heads = known(spec.num_kv_heads, "num_key_value_heads")
+        self.head_dim = known(spec.head_dim, "head_dim")
+        self.v_head_dim = self.head_dim
+        if self.num_heads % self.num_kv_heads:
+            raise LayerBuildError(
+                f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads",
+                key="num_key_value_heads",
+                got=self.num_kv_heads,
+                due=f"a divisor of {self.num_heads}",
+            )
+        self.q_size = self.num_heads * self.head_dim
+        self.kv_size = self.num_kv_heads * self.head_dim
+        self.scaling = self.head_dim**-0.5 if scaling is None else scaling
+        self.value_scale = spec.value_scale
+        self.sliding_window = spec.sliding_window
+        self.qkv_proj = self._qkv(tensors, known(spec.in_features, "in_features"), bias=spec.qkv_bias)
+        out_features = known(spec.out_features, "out_features")
+        self.o_proj = Linear(
+            take(tensors, "o_proj.weight", (out_features, self.q_size)),
+            take_bias(tensors, "o_proj.bias", out_features, due=spec.o_bias),
+            name="o_proj.weight",
+        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(take(tensors, "q_norm.weight", (self.head_dim,)), norm_eps, norm_kind)
+            self.k_norm = RMSNorm(take(tensors, "k_norm.weight", (self.head_dim,)), norm_eps, norm_kind)
+        self.rotary_emb = RotaryEmbedding(spec.rope, self.head_dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        *,
+        cache: KVCache | None = None,
+        update_cache: bool = True,
+        context: tuple[Tensor, Tensor] | None = None,
+        causal: bool = True,
+        window: bool = True,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """The layer's output, `[..., T, out_features]`, in the dtype of `x`.
+
+        Keys are, in order: those of `cache`, those of `context`, those of `x`.
+
+        Args:
+            x: `[T, in_features]` or `[B, T, in_features]`, as the projections read it (already normed).
+            positions: `[T]`, or `[B, T]` for a batch.
+            cache: rows seen before. Those of this call are added unless `update_cache` is False, as for a block that is
+                only drafted.
+            context: a pair (hidden, positions) shaped like `x` and `positions`, whose keys and values come from the
+                same projections and norm (DFlash); it has no queries and is visible to every row as far as window and
+                mask allow.
+            causal: row i sees rows 0..i of `x`, and all of cache and context.
+            window: whether `spec.sliding_window` applies.
+            mask: bool `[T, S]` or `[B, T, S]`, True where a query may look; narrows what the others leave.
+
+        Raises:
+            DraftError: shapes, dtypes or positions do not fit, or a row sees no key.
+        """
+        check_rows(x, positions)
+        q_positions = positions.expand(x.shape[:-1])
+        new = (*self.kv(x, positions), q_positions)
+        if context is not None:
+            ahead = KVCache()
+            ahead.append(*self.kv(*context), context[1])
+            new = ahead.joined(*new)
+        k, v, k_positions = new if cache is None else cache.joined(*new)
+        visible = visibility(
+            q_positions, k_positions, causal=causal, window=self.sliding_window if window else None, mask=mask
+        )
+        if cache is not None and update_cache:
+            cache.append(*new)
+        heads = attend(self.q(x, positions), k, v, scaling=self.scaling, visible=visible)
+        out: Tensor = self.o_proj(heads.flatten(-2))
+        return out
+
+    def q(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries, normed and rotated: `[..., T, num_heads, head_dim]`."""
+        return self._heads(x, positions, 0, self.num_heads, self.q_norm)
+
+    def kv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, normed and rotated, and values, scaled by `value_scale`: each `[..., T, num_kv_heads, head_dim]`.
+
+        Rounded to the weights' dtype after each step (projection, norm, rotation), as module after module does it in an
+        engine.
+        """
+        check_rows(x, positions)
+        k = self._heads(x, positions, self.q_size, self.num_kv_heads, self.k_norm)
+        v = self._project(x, self.q_size + self.kv_size, self.num_kv_heads)
+        return k, v if self.value_scale == 1.0 else v * self.value_scale
+
+    def _heads(self, x: Tensor, positions: Tensor, start: int, heads: int, norm: RMSNorm | None) -> Tensor:
+        projected = self._project(x, start, heads)
+        return self.rotary_emb.rotate(projected if norm is None else norm(projected), positions)
+
+    def _project(self, x: Tensor, start: int, heads: int) -> Tensor:
+        rows = slice(start, start + heads * self.head_dim)
+        return self.qkv_proj.rows(x, rows).reshape(*x.shape[:-1], heads, self.head_dim)
+
+    def _qkv(self, tensors: Mapping[str, Tensor], in_features: int, *, bias: bool) -> Linear:
+        sizes = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        total = self.q_size + 2 * self.kv_size
+        if "qkv_proj.weight" in tensors:
+            weight = take(tensors, "qkv_proj.weight", (total, in_features))
+        else:
+            parts = [take(tensors, f"{name}.weight", (rows, in_features)) for name, rows in sizes.items()]
+            weight = join(parts, "qkv_proj.weight")
+        if "qkv_proj.bias" in tensors:
+            return Linear(weight, take_bias(tensors, "qkv_proj.bias", total, due=bias), name="qkv_proj.weight")
+        biases = [take_bias(tensors, f"{name}.bias", rows, due=bias) for name, rows in sizes.items()]
+        present = [part for part in biases if part is not None]
+        return Linear(weight, join(present, "qkv_proj.bias") if present else None, name="qkv_proj.weight")
