@@ -15,12 +15,14 @@ import contextlib
 import json
 import math
 import os
+import re
 import stat
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from pytest_specdecode.errors import CheckpointError
 
@@ -66,6 +68,9 @@ TORCH_NAMES: Mapping[str, str] = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
     "F4": "float4_e2m1fn_x2",
+    # torch has no 6-bit floats; named as it would name them, so that they count as floats.
+    "F6_E2M3": "float6_e2m3fn",
+    "F6_E3M2": "float6_e3m2fn",
     "I8": "int8",
     "U8": "uint8",
     "I16": "int16",
@@ -84,6 +89,8 @@ TORCH_NAMES: Mapping[str, str] = {
 #: Refused above these: no draft's file comes near, and a reader that believes them can be made to eat the machine.
 MAX_HEADER_BYTES = 100_000_000
 MAX_JSON_BYTES = 16_000_000
+MAX_JSON_DEPTH = 64
+MAX_DIGITS = 300
 
 _ARRAY_CODES = {
     "bool": "B",
@@ -98,6 +105,7 @@ _ARRAY_CODES = {
 }
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
+_ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +149,8 @@ class Checkpoint:
         faults: why the configuration or a header could not be read.
         index_faults: contradictions between the index, the shards and the directory.
         index_total_size: `metadata.total_size` of the index, or None.
+        has_index: whether an index was read, or tried.
+        has_weights: whether the directory holds any weights file, readable or not.
         unindexed: weights files that lie beside an index which does not name them.
         pickles: pickled weights files in the directory.
     """
@@ -154,6 +164,7 @@ class Checkpoint:
         self.index_faults: list[CheckpointError] = []
         self.index_total_size: int | None = None
         self.has_index = False
+        self.has_weights = False
         self.unindexed: list[str] = []
         self.pickles: list[str] = []
         self._handles: dict[str, Any] = {}
@@ -169,23 +180,21 @@ class Checkpoint:
         directory = Path(path)
         try:
             mode = directory.stat().st_mode
-        except OSError as error:
-            raise CheckpointError(f"cannot be opened: {error.strerror or error}", path=directory) from None
-        if not stat.S_ISDIR(mode):
-            raise CheckpointError(
-                "is a file; give the directory that holds config.json and the weights", path=directory
-            )
-        if not (directory / CONFIG_NAME).exists():
-            raise CheckpointError("holds no config.json; give the directory of one draft checkpoint", path=directory)
+            if not stat.S_ISDIR(mode):
+                raise CheckpointError(
+                    "is a file; give the directory that holds config.json and the weights", path=directory
+                )
+            (directory / CONFIG_NAME).stat()
+        except (OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError) and directory.exists():
+                message = "holds no config.json; give the directory of one draft checkpoint"
+            else:
+                message = f"cannot be opened: {_reason(error)}"
+            raise CheckpointError(message, path=directory) from None
         checkpoint = cls(directory)
         checkpoint._read_config()
         checkpoint._read_weights()
         return checkpoint
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether the directory holds any weights file, readable or not."""
-        return bool(self.files or self.pickles or self.unindexed or self.has_index)
 
     @property
     def complete(self) -> bool:
@@ -291,6 +300,7 @@ class Checkpoint:
         self.pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
         stored = [name for name in names if name.endswith(".safetensors")]
         index_name = next((name for name in (INDEX_NAME, PICKLE_INDEX_NAME) if name in names), None)
+        self.has_weights = bool(stored or self.pickles or index_name)
         if index_name == PICKLE_INDEX_NAME and stored:
             index_name = None
         if index_name is None:
@@ -303,11 +313,11 @@ class Checkpoint:
         except CheckpointError as error:
             self.index_faults.append(error)
             return
-        shards = sorted(set(weight_map.values()))
+        shards = Counter(weight_map.values())
+        absent = set(shards).difference(names)
         self.unindexed = [name for name in stored if name not in shards]
-        for shard in shards:
-            if shard not in names:
-                count = sum(1 for file in weight_map.values() if file == shard)
+        for shard, count in sorted(shards.items()):
+            if shard in absent:
                 self.index_faults.append(
                     CheckpointError(
                         f"shard {shard} is named for {count} tensors and is not in the directory",
@@ -320,15 +330,18 @@ class Checkpoint:
                 continue
             self._read_file(shard, weight_map, index_name)
         # A tensor of a shard that could not be read is that shard's fault, not one more.
-        unread = {Path(fault.path).name for fault in self.faults if fault.path} | {s for s in shards if s not in names}
+        unread = {Path(fault.path).name for fault in self.faults if fault.path} | absent
+        twice = {fault.key for fault in self.index_faults}
         for name, shard in weight_map.items():
-            if name not in self.tensors and shard not in unread:
+            held = self.tensors[name].file if name in self.tensors else None
+            if held != shard and shard not in unread and name not in twice:
                 self.index_faults.append(
                     CheckpointError(
-                        f"the index names this tensor in {shard}, which does not hold it",
+                        f"the index names this tensor in {shard}, which does not hold it"
+                        + (f"; {held} does" if held else ""),
                         path=self.path / index_name,
                         key=name,
-                        got="absent",
+                        got=held or "absent",
                         due=shard,
                     )
                 )
@@ -400,8 +413,7 @@ def read_safetensors(path: Path) -> list[TensorHeader]:
         CheckpointError: the file is something else, is cut short, or its header contradicts itself.
     """
     try:
-        with path.open("rb") as file:
-            _require_regular(path, os.fstat(file.fileno()).st_mode)
+        with _open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if (kind := _foreign(prefix + file.read(512))) is not None:
@@ -425,9 +437,11 @@ def read_safetensors(path: Path) -> list[TensorHeader]:
     entries = _parse_json(raw, path, what="header")
     if not isinstance(entries, dict):
         raise CheckpointError(f"the header is a JSON {_json_kind(entries)}; an object was due", path=path)
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise CheckpointError("is not an object", path=path, key="__metadata__")
+    metadata = entries.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError("is not an object of strings", path=path, key="__metadata__")
     headers = [_tensor_header(path, name, entry) for name, entry in entries.items()]
     _require_contiguous(path, headers, 8 + length, size)
     return sorted(headers, key=lambda header: header.name)
@@ -441,18 +455,22 @@ def _tensor_header(path: Path, name: str, entry: Any) -> TensorHeader:
         fault(f"the header entry is a JSON {_json_kind(entry)}; an object was due")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        fault(f"unknown dtype {dtype!r}", got=dtype, due=sorted(DTYPE_BITS))
+        fault(f"unknown dtype {_short(dtype)}", got=dtype, due=sorted(DTYPE_BITS))
     if not isinstance(shape, list) or not all(_is_extent(extent) for extent in shape):
-        fault(f"shape {shape!r} is not a list of whole numbers from 0 up", got=shape)
+        fault(f"shape {_short(shape)} is not a list of whole numbers from 0 up", got=shape)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_extent(offset) for offset in offsets):
-        fault(f"data_offsets {offsets!r} are not two whole numbers from 0 up", got=offsets)
+        fault(f"data_offsets {_short(offsets)} are not two whole numbers from 0 up", got=offsets)
     start, end = offsets
-    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    bits = DTYPE_BITS[dtype]
+    for extent in shape:
+        bits *= extent
+        if bits >= 1 << 64:
+            fault(f"shape {_short(shape)} of {dtype} takes more than 2**61 bytes", got=shape, due=end - start)
     if end < start:
         fault(f"data_offsets {offsets} run backwards", got=offsets)
     if bits != 8 * (end - start):
         fault(
-            f"shape {shape} of {dtype} takes {bits / 8:g} bytes, data_offsets give {end - start}",
+            f"shape {_short(shape)} of {dtype} takes {bits / 8:g} bytes, data_offsets give {end - start}",
             got=end - start,
             due=bits / 8,
         )
@@ -503,7 +521,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard or shard != os.path.basename(shard) or shard in (".", ".."):
             raise CheckpointError(
-                f"{shard!r} is not a plain file name; shards lie beside the index",
+                f"{_short(shard)} is not a plain file name; shards lie beside the index",
                 path=path,
                 key=f"weight_map.{name}",
                 got=shard,
@@ -515,13 +533,20 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
 
 
 def _load_pickle(path: Path) -> dict[str, Any]:
-    import pickle
-
+    try:
+        with _open_regular(path) as file:
+            start = file.read(512)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from None
+    is_zip = start.startswith(_ZIP)
+    if not is_zip and (kind := _foreign(start)) is not None:
+        raise CheckpointError(f"is {kind}, not a pickle", path=path)
     import torch
 
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-    except (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, KeyError) as error:
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    # A pickle is a program; one that was cut or forged can make the reader raise anything.
+    except Exception as error:
         reason = (str(error).strip().splitlines() or ["not a readable pickle"])[0][:200]
         raise CheckpointError(f"cannot be read with weights_only=True: {reason}", path=path) from None
     if not isinstance(value, dict):
@@ -529,16 +554,9 @@ def _load_pickle(path: Path) -> dict[str, Any]:
     return {str(key): item for key, item in value.items() if isinstance(item, torch.Tensor)}
 
 
-def _is_zip(path: Path) -> bool:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-    return False
-
-
 def _read_bytes(path: Path, limit: int) -> bytes:
     try:
-        with path.open("rb") as file:
-            _require_regular(path, os.fstat(file.fileno()).st_mode)
+        with _open_regular(path) as file:
             raw = file.read(limit + 1)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from None
@@ -547,31 +565,49 @@ def _read_bytes(path: Path, limit: int) -> bytes:
     return raw
 
 
-def _require_regular(path: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        raise CheckpointError("is not a regular file", path=path)
+@contextlib.contextmanager
+def _open_regular(path: Path) -> Iterator[BinaryIO]:
+    """`path` open for reading; a pipe or a device is refused, and not waited for."""
+
+    def without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+    with open(path, "rb", opener=without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise CheckpointError("is not a regular file", path=path)
+        yield file
 
 
 def _parse_json(raw: bytes, path: Path, what: str = "file") -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise CheckpointError(f"states the key {twice[0]!r} twice", path=path, key=twice[0])
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise CheckpointError(f"states the key {_short(twice)} twice", path=path, key=twice)
         return found
+
+    def whole(text: str) -> int | float:
+        if len(text) > MAX_DIGITS:
+            raise CheckpointError(f"holds a number of {len(text)} digits", path=path)
+        return -0.0 if text == "-0" else int(text)
 
     def finite(text: str) -> float:
         value = float(text)
         if not math.isfinite(value):
-            raise CheckpointError(f"holds {text}, which is not a finite number", path=path)
+            raise CheckpointError(f"holds {_short(text)}, which is not a finite number", path=path)
         return value
 
     def no_constant(text: str) -> NoReturn:
         raise CheckpointError(f"holds {text}, which JSON has not", path=path)
 
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_float=finite, parse_constant=no_constant)
+        value = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=unique,
+            parse_int=whole,
+            parse_float=finite,
+            parse_constant=no_constant,
+        )
     except UnicodeDecodeError as error:
         raise CheckpointError(f"the {what} is not UTF-8 (byte {error.start})", path=path) from None
     except json.JSONDecodeError as error:
@@ -580,8 +616,28 @@ def _parse_json(raw: bytes, path: Path, what: str = "file") -> Any:
         ) from None
     except RecursionError:
         raise CheckpointError(f"the {what} nests too deeply", path=path) from None
-    except ValueError as error:
-        raise CheckpointError(f"the {what} holds a number that cannot be read: {error}", path=path) from None
+    if not _is_shallow(value):
+        raise CheckpointError(f"the {what} nests more than {MAX_JSON_DEPTH} deep", path=path)
+    if re.search(rb"\\u[dD][89a-fA-F]", raw) is not None:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise CheckpointError(f"the {what} holds half a surrogate pair, which is no text", path=path) from None
+    return value
+
+
+def _is_shallow(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        level = [
+            child
+            for item in level
+            if isinstance(item, (dict, list))
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return True
+    return False
 
 
 def _foreign(raw: bytes) -> str | None:
@@ -591,9 +647,18 @@ def _foreign(raw: bytes) -> str | None:
         return "a git-lfs pointer (fetch the real file with `git lfs pull`)"
     if start[:1] == b"<" and start[:15].lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         return "an HTML or XML page (a failed download?)"
-    if start.startswith(b"PK\x03\x04"):
+    if start.startswith(_ZIP):
         return "a zip archive (a pickle?)"
     return None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _is_extent(value: Any) -> bool:

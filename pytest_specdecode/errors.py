@@ -6,7 +6,15 @@ or a caller's test never has to take the prose apart.
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
+
+
+def printable(text: str) -> str:
+    """`text` on one line that is safe to show: names come from files, and may hold line ends and terminal codes."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 class DraftError(Exception):
@@ -30,9 +38,15 @@ class DraftError(Exception):
         self.due = due
         super().__init__(str(self))
 
+    @property
+    def brief(self) -> str:
+        """The message with what it is about: the key, else the file's name."""
+        subject = self.key or (None if self.path is None else PurePath(self.path).name)
+        return printable(f"{subject}: {self.message}" if subject else self.message)
+
     def __str__(self) -> str:
         place = ": ".join(part for part in (self.path, self.key) if part)
-        return f"{place}: {self.message}" if place else self.message
+        return printable(f"{place}: {self.message}" if place else self.message)
 
 
 class CheckpointError(DraftError):

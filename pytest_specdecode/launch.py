@@ -70,7 +70,9 @@ def launch(kernel: Any, grid: Grid, *args: Any, **kwargs: Any) -> Any:
     """
     _require_triton()
     if _on_accelerator(args) or _on_accelerator(kwargs.values()):
-        return kernel[grid](*args, **kwargs)
+        # The first launch compiles, which it cannot while another thread interprets.
+        with _LOCK:
+            return kernel[grid](*args, **kwargs)
     return _interpret(kernel, grid, args, kwargs)
 
 
@@ -225,9 +227,7 @@ def _patched(observers: tuple[LaunchObserver, ...]) -> Iterator[None]:
         _replace(stack, builder, "options", dataclasses.replace(builder.options, debug=True))
         for name, method in _repairs().items():
             _replace(stack, interpreter.InterpreterBuilder, name, method)
-        semantic = getattr(interpreter, "interpreter_semantic", None)
-        if hasattr(semantic, "binary_op_sanitize_overflow_impl"):
-            _replace(stack, type(semantic), "binary_op_sanitize_overflow_impl", _check_overflow)
+        _replace(stack, *_overflow_check())
         for name, method in _memory_methods(observers).items():
             _replace(stack, interpreter.InterpreterBuilder, name, method)
         yield
@@ -280,30 +280,46 @@ def _nested_call() -> Callable[..., Any]:
     return call
 
 
-def _check_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+def _overflow_check() -> tuple[Any, str, Callable[..., None]]:
+    """Where Triton keeps its overflow check, its name there, and ours in its place."""
+    import triton.language.semantic as semantic
+
+    name = "binary_op_sanitize_overflow_impl"
+    if hasattr(semantic, name):  # a function of the module up to triton 3.3
+
+        def check_function(lhs: Any, rhs: Any, builder: Any, binary_op: Any) -> None:
+            _check_overflow(builder, lhs, rhs, binary_op)
+
+        return semantic, name, check_function
+
+    def check_method(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        _check_overflow(self.builder, lhs, rhs, binary_op)
+
+    return semantic.TritonSemantic, name, check_method
+
+
+def _check_overflow(builder: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
     """Triton's overflow check, done on NumPy arrays: its own takes ten more interpreted operations for every int32 one."""
     import numpy as np
 
     scalar = lhs.type.scalar
-    if scalar.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
-        return
     operation = {"add": np.add, "sub": np.subtract, "mul": np.multiply}.get(binary_op.__name__)
-    if operation is None:
+    if operation is None or scalar.int_bitwidth >= 64 or not builder.options.sanitize_overflow:
         return
     low, high = scalar.get_int_min_value(), scalar.get_int_max_value()
-    left, right = (_extremes(handle.handle.data) for handle in (lhs, rhs))
-    reach = operation.outer(left, right)
+    reach = operation.outer(_extremes(lhs.handle.data), _extremes(rhs.handle.data))
     if reach.min() >= low and reach.max() <= high:
         return
     exact = operation(lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
-    if exact.min() < low or exact.max() > high:
-        raise KernelOverflowError(
-            f"int{scalar.int_bitwidth} overflow detected for operation {binary_op.__name__} in program "
-            f"{tuple(self.builder.grid_idx)}: the result reaches {exact.max() if exact.max() > high else exact.min()}; "
-            "make one operand int64 first",
-            got=int(exact.max() if exact.max() > high else exact.min()),
-            due=(low, high),
-        )
+    worst = int(exact.max()) if exact.max() > high else int(exact.min())
+    if low <= worst <= high:
+        return
+    raise KernelOverflowError(
+        f"int{scalar.int_bitwidth} overflow detected for operation {binary_op.__name__} in program {tuple(builder.grid_idx)}: "
+        f"the result reaches {worst}; make one operand int64 first",
+        got=worst,
+        due=(low, high),
+    )
 
 
 def _extremes(data: Any) -> Any:

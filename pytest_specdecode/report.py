@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_specdecode.errors import DraftError
+from pytest_specdecode.errors import DraftError, printable
 from pytest_specdecode.findings import STATUS_ORDER, CheckResult, Finding, Status
 from pytest_specdecode.spec import DraftSpec
 
@@ -148,7 +148,7 @@ def tool_versions() -> dict[str, str | None]:
 
 def draft_lines(draft: DraftReport) -> Iterator[str]:
     """A draft's results for a terminal: the description, the counts, then every finding and every inconclusive check."""
-    yield draft.description
+    yield printable(draft.description)
     yield "  " + ", ".join(f"{number} {status}" for status, number in draft.counts().items())
     for result in sorted(draft.results, key=lambda item: -STATUS_ORDER.index(item.status)):
         if result.findings:
@@ -156,26 +156,25 @@ def draft_lines(draft: DraftReport) -> Iterator[str]:
             for finding in result.findings:
                 yield from finding_lines(result.id, finding)
         elif result.status == "inconclusive":
-            yield f"  inconclusive {result.id}: {result.message}"
+            yield f"  inconclusive {result.id}: {printable(result.message)}"
 
 
 def finding_lines(id: str, finding: Finding, indent: str = "  ") -> Iterator[str]:
     """A finding for a terminal, in the order: what, where, got and due, what each engine does, how to mend it."""
-    yield f"{indent}{finding.severity} {id}: {finding.message}"
+    yield f"{indent}{finding.severity} {id}: {printable(finding.message)}"
     fields: list[tuple[str, object]] = [("where", finding.where or None), ("got", finding.got), ("due", finding.due)]
     for label, value in fields:
         if value is not None:
             yield f"{indent}  {label + ':':<7}{_short(value)}"
     for name, outcome in finding.outcomes.items():
         if outcome.outcome != "unknown":
-            yield f"{indent}  {name}: {outcome.outcome}{': ' + outcome.message if outcome.message else ''}"
+            yield f"{indent}  {name}: {outcome.outcome}{': ' + printable(outcome.message) if outcome.message else ''}"
     if finding.fix:
-        yield f"{indent}  fix:   {finding.fix}"
+        yield f"{indent}  fix:   {printable(finding.fix)}"
 
 
 def _short(value: object, limit: int = 160) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    text = printable(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

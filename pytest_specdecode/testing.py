@@ -225,16 +225,16 @@ def write_sparse(
 ) -> Path:
     """Write a checkpoint of real size that takes no room: a true header over a hole that reads as zeros.
 
-    Needs neither torch nor the space. Only the required tensors are described.
+    Needs neither torch nor the space. Only the required tensors are described, and `t2d` beside a `d2t`.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _, tensors = expected_tensors(config, family)
+    spec, tensors = expected_tensors(config, family)
     header: dict[str, Any] = {}
     position = 0
     for tensor in tensors:
-        if tensor.need != "required" and tensor.name != "t2d":
+        if tensor.need != "required" and not (tensor.name == "t2d" and spec.vocabulary.is_reduced):
             continue
         kind = {"float": dtype, "int": "I64", "bool": "BOOL"}[tensor.kind]
         shape = _known_shape(tensor)

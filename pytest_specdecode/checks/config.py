@@ -54,6 +54,8 @@ def family(context: Context) -> Iterator[Finding]:
 )
 def types(context: Context) -> Iterator[Finding]:
     """Values of the wrong type, or beyond what any draft has."""
+    if (unread := context.draft.unread_config) is not None:
+        raise Inconclusive(f"the configuration cannot be read: {unread}")
     for fault in context.draft.config_faults:
         yield context.fail(fault.message, where=f"config.json: {fault.key}", got=fault.got, due=fault.due)
 

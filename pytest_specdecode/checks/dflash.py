@@ -33,7 +33,7 @@ def mask_token(context: Context) -> Iterator[Finding]:
             fault="mask-token-missing",
         )
         return
-    if len(set(stated.values())) > 1:
+    if any(value != block.mask_token_id for value in stated.values()):
         yield context.fail(
             "mask_token_id is stated with different values", where=where, got=stated, due="one value", fault=None
         )
@@ -83,7 +83,7 @@ def block_size(context: Context) -> Iterator[Finding]:
             fault="block-size-missing",
         )
         return
-    if len(set(stated.values())) > 1:
+    if any(value != block.block_size for value in stated.values()):
         yield context.fail(
             "block_size is stated with different values",
             where=f"config.json: {', '.join(stated)}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pytest_specdecode.checkpoint import CONFIG_NAME
 from pytest_specdecode.checks.registry import Context, Inconclusive, check
 from pytest_specdecode.errors import CheckpointError
 from pytest_specdecode.findings import Finding
@@ -41,6 +42,9 @@ def index(context: Context) -> Iterator[Finding]:
         raise Inconclusive("no weights lie beside config.json; give the whole checkpoint directory")
     for fault in checkpoint.index_faults:
         yield _from_fault(context, fault)
+    unread = [fault for fault in checkpoint.faults if fault.path != str(checkpoint.path / CONFIG_NAME)]
+    if unread and not checkpoint.index_faults and not checkpoint.unindexed:
+        raise Inconclusive(f"the weights cannot all be read: {unread[0]}")
     if not checkpoint.has_index:
         return
     if checkpoint.unindexed:
@@ -96,6 +100,7 @@ def pickle(context: Context) -> Iterator[Finding]:
 def code(context: Context) -> Iterator[Finding]:
     """`auto_map`, Python files and side files that carry tensors."""
     checkpoint = context.draft.checkpoint
+    unread = context.draft.unread_config
     if checkpoint.config.get("auto_map"):
         yield context.warn(
             "auto_map names classes that only trust_remote_code loads; it was not followed",
@@ -106,7 +111,10 @@ def code(context: Context) -> Iterator[Finding]:
     sources = sorted(path.name for path in checkpoint.path.glob("*.py"))
     if sources:
         yield context.warn("Python files lie beside the weights; none was run", where=str(checkpoint.path), got=sources)
-    if (checkpoint.path / "mask_embedding.pt").exists():
+    side = (checkpoint.path / "mask_embedding.pt").exists()
+    if unread is not None and not sources and not side:
+        raise Inconclusive(f"the configuration cannot be read: {unread}")
+    if side:
         yield context.warn(
             "mask_embedding.pt replaces the mask token's embedding, and few engines read it",
             where=str(checkpoint.path / "mask_embedding.pt"),
@@ -116,4 +124,4 @@ def code(context: Context) -> Iterator[Finding]:
 
 def _from_fault(context: Context, fault: CheckpointError) -> Finding:
     place = ": ".join(part for part in (fault.path, fault.key) if part)
-    return context.fail(fault.message, where=place, got=fault.got, due=fault.due, fix=_REFETCH)
+    return context.fail(fault.brief, where=place, got=fault.got, due=fault.due, fix=_REFETCH)

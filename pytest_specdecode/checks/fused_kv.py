@@ -187,7 +187,7 @@ def _layer_facts(context: Context, spec: DraftSpec, layer: LayerSpec) -> LayerFa
 
     def shape(name: str) -> tuple[int, ...] | None:
         header = context.draft.header(f"{prefix}.{name}")
-        return None if header is None else header.shape
+        return None if header is None or not header.shape else header.shape
 
     q, k, v, norm = (shape(f"{name}.weight") for name in ("q_proj", "k_proj", "v_proj", "k_norm"))
     head_dim = attention.head_dim

@@ -47,7 +47,7 @@ def build(context: Context) -> Iterator[Finding]:
     if reasons:
         first = reasons[min(reasons)]
         yield context.fail(
-            first.message + (f"; {len(reasons)} layers fail" if len(reasons) > 1 else ""),
+            str(first) + (f"; {len(reasons)} layers fail" if len(reasons) > 1 else ""),
             where=first.key or f"layer {min(reasons)}",
             got=first.got if len(reasons) == 1 else {index: str(error) for index, error in reasons.items()},
             due=first.due,

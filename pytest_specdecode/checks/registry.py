@@ -185,7 +185,7 @@ def run(item: Check, context: Context) -> CheckResult:
         return result("inconclusive", str(reason))
     except DraftError as error:
         place = ": ".join(part for part in (error.path, error.key) if part)
-        findings = [Finding(message=error.message, where=place, got=error.got, due=error.due)]
+        findings = [Finding(message=error.brief, where=place, got=error.got, due=error.due)]
     if not findings and _only_config(item, context):
         return result("inconclusive", f"the configuration alone shows no fault; {_NO_WEIGHTS}")
     if not findings:
@@ -206,6 +206,8 @@ def _require(item: Check, context: Context) -> None:
         if draft.spec is None:
             reason = draft.checkpoint.faults[0] if draft.checkpoint.faults else "see config.family"
             raise Inconclusive(f"the draft's family is not known: {reason}")
+        if draft.unread_config is not None:
+            raise Inconclusive(f"the configuration cannot be read: {draft.unread_config}")
         if item.families is not None and draft.spec.family not in item.families:
             raise Skip(f"for {_listed(item.families)} drafts; this one is {draft.spec.family}")
         if {"headers", "tensors"} & set(item.needs):

@@ -10,6 +10,7 @@ import torch
 from pytest_specdecode.errors import LayerBuildError
 from pytest_specdecode.families.base import TensorSource
 from pytest_specdecode.layers import GatedMLP, GQAAttention, KVCache, LatentCache, MLAAttention, RMSNorm
+from pytest_specdecode.layers.linear import take
 from pytest_specdecode.spec import LayerSpec, MLASpec
 
 Attention = GQAAttention | MLAAttention
@@ -46,10 +47,13 @@ def build_mlp(layer: LayerSpec, source: TensorSource) -> GatedMLP:
 
 
 def build_norm(layer: LayerSpec, source: TensorSource, name: str) -> RMSNorm:
-    """The norm `name` of `layer`."""
-    weight = source.under(name).get("weight")
-    if weight is None:
-        raise LayerBuildError("is not in the weights", key=f"{name}.weight")
+    """The norm `name` of `layer`, over its H."""
+    if layer.attention.out_features is None:
+        raise LayerBuildError("is not stated; the norm's width is unknown", key="hidden_size")
+    try:
+        weight = take(source.under(name), "weight", (layer.attention.out_features,))
+    except LayerBuildError as error:
+        raise _in_layer(error, name) from error
     return RMSNorm(weight, layer.norm_eps, layer.norm_kind)
 
 
@@ -79,6 +83,6 @@ def positions_like(states: torch.Tensor) -> torch.Tensor:
 def _in_layer(error: LayerBuildError, prefix: str) -> LayerBuildError:
     """The same error with the tensor's whole name; a message about the configuration keeps its key."""
     key = error.key
-    if key is not None and key.endswith((".weight", ".bias")):
+    if key is not None and key.rpartition(".")[2] in ("weight", "bias"):
         key = f"{prefix}.{key}"
     return LayerBuildError(error.message, path=error.path, key=key, got=error.got, due=error.due)

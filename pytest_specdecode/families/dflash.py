@@ -90,7 +90,7 @@ class DFlash(Family):
             dtype=read_dtype(view),
             norm_eps=read_eps(view),
             block=BlockSpec(
-                block_size=nested.extent("block_size") or view.root.extent("block_size"),
+                block_size=_first(nested.extent("block_size"), view.root.extent("block_size")),
                 block_size_stated=nested.stated("block_size") + view.root.stated("block_size"),
                 mask_token_id=_first(nested.extent("mask_token_id"), view.root.extent("mask_token_id")),
                 mask_token_stated=nested.stated("mask_token_id") + view.root.stated("mask_token_id"),
@@ -121,7 +121,7 @@ class DFlash(Family):
         fc, first = tensors.get("fc.weight"), tensors.get("layers.0.self_attn.q_proj.weight")
         if fc is None or first is None or "hidden_norm.weight" not in tensors or len(fc.shape) != 2:
             return []
-        if any(name.startswith(_NOT_PLAIN) for name in tensors) or first.shape[-1] != fc.shape[0]:
+        if any(name.startswith(_NOT_PLAIN) for name in tensors) or first.shape[1:] != fc.shape[:1]:
             return []
         return [Signal(family=self.name, kind="tensors", where="hidden_norm.weight", value=list(fc.shape))]
 

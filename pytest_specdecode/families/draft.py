@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_specdecode.checkpoint import Checkpoint, TensorHeader
-from pytest_specdecode.errors import CheckpointError, ConfigError, LayerBuildError
+from pytest_specdecode.checkpoint import CONFIG_NAME, Checkpoint, TensorHeader
+from pytest_specdecode.errors import CheckpointError, ConfigError, LayerBuildError, printable
 from pytest_specdecode.families.base import ExpectedTensor, Family, ReferenceLayer
 from pytest_specdecode.families.recognise import Recognition
 from pytest_specdecode.spec import DraftSpec, GQASpec
@@ -77,7 +77,13 @@ class Draft:
     @property
     def name(self) -> str:
         """The directory's name, for people; nothing is decided by it."""
-        return self.path.resolve().name
+        return printable(self.path.resolve().name)
+
+    @property
+    def unread_config(self) -> CheckpointError | None:
+        """Why `config.json` could not be read, or None; the spec then says what the tensors alone tell."""
+        file = str(self.path / CONFIG_NAME)
+        return next((fault for fault in self.checkpoint.faults if fault.path == file), None)
 
     def header(self, name: str) -> TensorHeader | None:
         """Header of the tensor with the canonical name `name`, or None."""
@@ -190,7 +196,8 @@ class _Source:
     def under(self, prefix: str) -> dict[str, torch.Tensor]:
         stored = self._draft.binding.stored if self._draft.binding is not None else {}
         return {
-            name.removeprefix(f"{prefix}."): self._draft.tensor(name).to(device=self._device, dtype=self._dtype)
+            # A copy, since a tensor from a mapped file is shared by all who ask for it, and a fresh layer is its owner's to change.
+            name.removeprefix(f"{prefix}."): self._draft.tensor(name).to(self._device, self._dtype, copy=True)
             for name in stored
             if name.startswith(f"{prefix}.")
         }

@@ -29,6 +29,7 @@ from pytest_specdecode.families.base import (
     TensorSource,
 )
 from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, read_vocabulary
+from pytest_specdecode.families.config import MAX_LAYERS
 from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.families.tensors import (
     bias,

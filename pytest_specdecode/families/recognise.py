@@ -22,7 +22,7 @@ NOT_READ: tuple[tuple[str, str], ...] = (
     ("dflash2", r"^DFlash2"),
     ("domino", r"Domino"),
     ("dflare", r"DFlare"),
-    ("peagle", r"P-?Eagle"),
+    ("peagle", r"P-?[Ee]agle"),
     ("eagle4", r"Eagle-?4"),
     ("gemma4-assistant", r"Gemma4Assistant"),
     ("mtp", r"MTP|NextN"),

@@ -1,0 +1,376 @@
+"""What the user asks for: options, their ini twins, and the one frozen record that the rest of the plugin reads.
+
+Values are taken as text and judged here, so that a bad one is a single `ERROR:` line and exit status 4 rather than argparse's usage page or
+a traceback, and so that they cross to xdist's workers as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_specdecode.checks import Check
+    from pytest_specdecode.families import Draft
+
+MODEL = "--draft-model"
+TARGET = "--draft-target"
+ENGINE = "--draft-engine"
+CHECKS = "--draft-checks"
+SKIP = "--draft-skip"
+DEVICE = "--draft-device"
+REQUIRE = "--draft-require"
+MAX_EXAMPLES = "--draft-max-examples"
+REPORT = "--draft-report"
+LIST_CHECKS = "--draft-list-checks"
+
+DEVICES = ("auto", "cpu", "cuda")
+DEVICE_FORM = ", ".join(DEVICES)
+NEEDS = ("model", "target", "tensors", "triton", "gpu", "trace")
+DEFAULT_MAX_EXAMPLES = 20
+
+_MODEL_HELP = (
+    "judge the draft model in DIR, which holds config.json and the weights; may be given several times. The built-in suite then runs as "
+    "`draft-model`, beside the other tests or, with `draft-model` as the only argument, alone. Default: none"
+)
+_TARGET_HELP = "directory of the target that the draft proposes for; its config.json is enough. Default: none"
+_ENGINE_HELP = "show what the engine NAME does about each finding; may be given several times. Default: every engine"
+_CHECKS_HELP = "run only these checks: ids and groups with commas between, such as rope,weights.shapes. Default: all"
+_SKIP_HELP = "leave these checks out: ids and groups with commas between. Default: none"
+_DEVICE_HELP = (
+    "where layers and kernels run: auto (cuda where torch sees a device, else cpu), cpu or cuda. Default: auto"
+)
+_REQUIRE_HELP = f"fail what is skipped or inconclusive for want of these: {', '.join(NEEDS)}, or all, with commas between. Default: none"
+_MAX_EXAMPLES_HELP = (
+    "examples that a test which draws its inputs should run; it is the value of the fixture draft_max_examples. Built-in checks with fixed "
+    f"inputs do not read it. Default: {DEFAULT_MAX_EXAMPLES}"
+)
+_REPORT_HELP = "write the results to FILE; the suffix tells the form (.json). Default: none"
+_LIST_CHECKS_HELP = "print the checks that --draft-checks and --draft-skip select, and exit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenDraft:
+    """A draft that the user named.
+
+    Attributes:
+        label: its part of test ids: the directory's name, with parents' names before it where that is needed to tell two apart.
+        path: the directory, as the user gave it (relative ini values with the rootdir before them).
+        draft: the opened checkpoint.
+    """
+
+    label: str
+    path: str
+    draft: Draft = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What this run was asked to do.
+
+    Attributes:
+        drafts: in the order given, without repetitions.
+        on_command_line: whether the drafts were named there rather than in the ini file.
+        target: the target's directory.
+        target_config: its configuration.
+        engines: names of the engines whose outcomes are shown; None for all.
+        checks: the selected checks; None for all.
+        device: `cpu` or `cuda`.
+        require: wants that turn a skip or an inconclusive result into a failure.
+        max_examples: for tests that draw their inputs.
+        report: file to write results to.
+    """
+
+    drafts: tuple[GivenDraft, ...] = ()
+    on_command_line: bool = False
+    target: str | None = None
+    target_config: dict[str, Any] | None = None
+    engines: tuple[str, ...] | None = None
+    checks: tuple[Check, ...] | None = None
+    device: str = "cpu"
+    require: frozenset[str] = frozenset()
+    max_examples: int = DEFAULT_MAX_EXAMPLES
+    report: Path | None = None
+
+    def requires(self, *wants: str) -> str | None:
+        """The first of `wants` whose absence is to be a failure, or None."""
+        return next((want for want in wants if want in self.require), None)
+
+
+UNUSED = Settings()
+SETTINGS = pytest.StashKey[Settings]()
+
+
+def add(parser: pytest.Parser) -> None:
+    """Declare every option, and an ini twin where a project would commit the value."""
+    group = parser.getgroup("specdecode", "draft models for speculative decoding (pytest-specdecode)")
+    group.addoption(MODEL, action="append", metavar="DIR", help=_MODEL_HELP)
+    group.addoption(TARGET, metavar="DIR", help=_TARGET_HELP)
+    group.addoption(ENGINE, action="append", metavar="NAME", help=_ENGINE_HELP)
+    group.addoption(CHECKS, metavar="LIST", help=_CHECKS_HELP)
+    group.addoption(SKIP, metavar="LIST", help=_SKIP_HELP)
+    group.addoption(DEVICE, metavar="|".join(DEVICES), help=_DEVICE_HELP)
+    group.addoption(REQUIRE, metavar="LIST", help=_REQUIRE_HELP)
+    group.addoption(MAX_EXAMPLES, metavar="N", help=_MAX_EXAMPLES_HELP)
+    group.addoption(REPORT, metavar="FILE", help=_REPORT_HELP)
+    group.addoption(LIST_CHECKS, action="store_true", default=False, help=_LIST_CHECKS_HELP)
+    parser.addini("draft_model", _twin(MODEL, "one directory a line, relative to the rootdir"), "linelist", [])
+    parser.addini("draft_target", _twin(TARGET, "relative to the rootdir"), "string", "")
+    parser.addini("draft_engine", _twin(ENGINE, "names with spaces between"), "args", [])
+    parser.addini("draft_checks", _twin(CHECKS, "names with spaces between"), "args", [])
+    parser.addini("draft_skip", _twin(SKIP, "names with spaces between"), "args", [])
+    parser.addini("draft_device", _twin(DEVICE, DEVICE_FORM), "string", "")
+    parser.addini("draft_require", _twin(REQUIRE, "names with spaces between"), "args", [])
+
+
+_INI_NAMES = tuple(
+    option.removeprefix("--").replace("-", "_") for option in (MODEL, TARGET, ENGINE, CHECKS, SKIP, DEVICE, REQUIRE)
+)
+
+
+def any_given(config: pytest.Config) -> bool:
+    """Whether the user asks anything of this plugin, on the command line or in the ini file."""
+    given = (MODEL, TARGET, ENGINE, CHECKS, SKIP, DEVICE, REQUIRE, MAX_EXAMPLES, REPORT)
+    return any(config.getoption(option) is not None for option in given) or any(map(config.getini, _INI_NAMES))
+
+
+def read(config: pytest.Config) -> Settings:
+    """Judge every value.
+
+    Raises:
+        pytest.UsageError: the first one that will not do, in one line.
+    """
+    target = _directory_given(config, TARGET)
+    return Settings(
+        drafts=_drafts(config),
+        on_command_line=config.getoption(MODEL) is not None,
+        target=target,
+        target_config=None if target is None else _target_config(target),
+        engines=_engines(config),
+        checks=selected_checks(config),
+        device=_device(_text(config, DEVICE) or "auto"),
+        require=_require(_names(config, REQUIRE) or []),
+        max_examples=_max_examples(config.getoption(MAX_EXAMPLES)),
+        report=_report(config),
+    )
+
+
+def selected_checks(config: pytest.Config) -> tuple[Check, ...]:
+    """The checks that the options select.
+
+    Raises:
+        pytest.UsageError: a name that is no check's and no group's, or nothing is left.
+    """
+    from pytest_specdecode import checks as rules
+
+    chosen, dropped = _names(config, CHECKS), _names(config, SKIP)
+    for option, names in ((CHECKS, chosen), (SKIP, dropped)):
+        try:
+            rules.select(names)
+        except rules.UnknownCheckError as error:
+            raise _refusal(option, f"{error.message} (--draft-list-checks prints all)") from None
+    selected = rules.select(chosen, dropped)
+    if not selected:
+        raise _refusal(SKIP, "no check is left; to run no suite and keep the fixtures, use --deselect=draft-model")
+    return selected
+
+
+def checks_of(settings: Settings) -> tuple[Check, ...]:
+    """The checks that `settings` selects."""
+    if settings.checks is not None:
+        return settings.checks
+    from pytest_specdecode import checks as rules
+
+    return rules.select()
+
+
+# --- each value ---
+
+
+def _drafts(config: pytest.Config) -> tuple[GivenDraft, ...]:
+    from pytest_specdecode.checkpoint import Checkpoint
+    from pytest_specdecode.errors import DraftError
+    from pytest_specdecode.families import load
+
+    paths: dict[str, str] = {}
+    for path in _paths(config, MODEL):
+        paths.setdefault(os.path.abspath(path), path)
+    found = []
+    for (absolute, path), label in zip(paths.items(), _labels(list(paths)), strict=True):
+        try:
+            # Opened by its full path, so that a test may change the working directory.
+            found.append(GivenDraft(label=label, path=path, draft=load(Checkpoint.open(absolute))))
+        except DraftError as error:
+            raise _refusal(f"{MODEL}={path}", error.message) from None
+        except OSError as error:
+            raise _refusal(f"{MODEL}={path}", f"cannot be opened: {error.strerror or error}") from None
+    return tuple(found)
+
+
+def _labels(paths: Sequence[str]) -> list[str]:
+    """A label per path: its last part, or as many of its last parts as tell it from the others."""
+    parts = [[_tame(part) for part in Path(path).parts[1:] or ("root",)] for path in paths]
+    depths = [1] * len(paths)
+    while True:
+        labels = ["/".join(names[-depth:]) for names, depth in zip(parts, depths, strict=True)]
+        alike = [index for index, label in enumerate(labels) if labels.count(label) > 1]
+        longer = [index for index in alike if depths[index] < len(parts[index])]
+        if not longer:
+            break
+        for index in longer:
+            depths[index] += 1
+    # Only names that differ in what an id cannot hold are still alike here.
+    return [
+        f"{label}.{labels[:index].count(label) + 1}" if index in alike else label for index, label in enumerate(labels)
+    ]
+
+
+def _tame(name: str) -> str:
+    """`name` without what has a meaning in test ids or does not print."""
+    return re.sub(r"[^\w.+=@-]", "_", name)
+
+
+def _target_config(target: str) -> dict[str, Any]:
+    from pytest_specdecode import api
+    from pytest_specdecode.errors import DraftError
+
+    try:
+        return api.read_target(target)
+    except DraftError as error:
+        raise _refusal(f"{TARGET}={target}", error.message) from None
+
+
+def _engines(config: pytest.Config) -> tuple[str, ...] | None:
+    names = _names(config, ENGINE)
+    if names is None:
+        return None
+    from pytest_specdecode import engines
+    from pytest_specdecode.errors import DraftError
+
+    try:
+        return engines.select(dict.fromkeys(names))
+    except DraftError as error:
+        raise _refusal(ENGINE, error.message) from None
+
+
+def _device(name: str) -> str:
+    if name not in DEVICES:
+        raise _refusal(f"{DEVICE}={name}", f"is none of {DEVICE_FORM}")
+    if name == "cpu" or (name == "auto" and not _gpu_possible()):
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if name == "cuda":
+        raise _refusal(f"{DEVICE}=cuda", "torch sees no CUDA device here; use auto or cpu")
+    return "cpu"
+
+
+def _gpu_possible() -> bool:
+    """Whether it is worth importing torch, which takes seconds, to ask for a GPU."""
+    if sys.platform == "darwin":
+        return False
+    if sys.platform != "linux" or "torch" in sys.modules:
+        return True
+    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
+
+
+def _require(names: Iterable[str]) -> frozenset[str]:
+    known = (*NEEDS, "all")
+    for name in names:
+        if name not in known:
+            raise _refusal(REQUIRE, f"{name!r} is none of {', '.join(known)}{_hint(name, known)}")
+    return frozenset(known if "all" in names else names)
+
+
+def _max_examples(text: str | None) -> int:
+    if text is None:
+        return DEFAULT_MAX_EXAMPLES
+    if not text.isdecimal() or int(text) < 1:
+        raise _refusal(f"{MAX_EXAMPLES}={text}", "is not a whole number of at least 1")
+    return int(text)
+
+
+def _report(config: pytest.Config) -> Path | None:
+    text: str | None = config.getoption(REPORT)
+    if text is None:
+        return None
+    from pytest_specdecode.errors import DraftError
+    from pytest_specdecode.report import require_suffix
+
+    file = config.invocation_params.dir / os.path.expanduser(text)
+    try:
+        require_suffix(file)
+    except DraftError as error:
+        raise _refusal(f"{REPORT}={text}", error.message) from None
+    if file.is_dir():
+        raise _refusal(f"{REPORT}={text}", "is a directory")
+    if not file.parent.is_dir():
+        raise _refusal(f"{REPORT}={text}", f"there is no directory {file.parent}")
+    if not os.access(file.parent, os.W_OK):
+        raise _refusal(f"{REPORT}={text}", f"the directory {file.parent} cannot be written to")
+    return file
+
+
+# --- where values come from: the command line first, then the ini file ---
+
+
+def _text(config: pytest.Config, option: str) -> str | None:
+    value: str | None = config.getoption(option)
+    return value if value is not None else config.getini(_ini_name(option)) or None
+
+
+def _names(config: pytest.Config, option: str) -> list[str] | None:
+    """The names given to a list option, with commas between or in several places; None where it was not given."""
+    given = config.getoption(option)
+    if given is None:
+        given = config.getini(_ini_name(option)) or None
+    if given is None:
+        return None
+    names = [name.strip() for text in ([given] if isinstance(given, str) else given) for name in text.split(",")]
+    if not any(names):
+        raise _refusal(option, "names nothing")
+    return [name for name in names if name]
+
+
+def _paths(config: pytest.Config, option: str) -> list[str]:
+    """Directories given on the command line, else those of the ini file, relative ones under the rootdir."""
+    given = config.getoption(option)
+    if given is not None:
+        return [os.path.expanduser(path) for path in ([given] if isinstance(given, str) else given)]
+    stated = config.getini(_ini_name(option))
+    lines = [stated] if isinstance(stated, str) else stated
+    return [os.path.join(config.rootpath, os.path.expanduser(line)) for line in lines if line]
+
+
+def _directory_given(config: pytest.Config, option: str) -> str | None:
+    return next(iter(_paths(config, option)), None)
+
+
+def _ini_name(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _twin(option: str, form: str) -> str:
+    return f"used where {option} is not given; {form}"
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _refusal(what: str, why: str) -> pytest.UsageError:
+    from pytest_specdecode.errors import printable
+
+    return pytest.UsageError(printable(" ".join(f"{what}: {why}".split())))

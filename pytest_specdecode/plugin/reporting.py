@@ -1,0 +1,136 @@
+"""What the controller says: header, words for results, summary, report file, and the table of checks.
+
+Results come in with the test reports, so it makes no difference whether this process ran the tests or xdist's workers did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import pytest
+
+from pytest_specdecode import api
+from pytest_specdecode.checkpoint import Checkpoint
+from pytest_specdecode.checks import REGISTRY, Check
+from pytest_specdecode.errors import DraftError
+from pytest_specdecode.families import Draft, load
+from pytest_specdecode.findings import STATUS_ORDER, CheckResult
+from pytest_specdecode.plugin.options import Settings
+from pytest_specdecode.plugin.results import result_of
+from pytest_specdecode.report import DraftReport, Report, finding_lines
+
+TestStatus = tuple[str, str, tuple[str, dict[str, bool]]]
+
+
+class Reporter:
+    """Gathers results and shows them; lives on the controller only."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._drafts: dict[str, Draft] = {given.path: given.draft for given in settings.drafts}
+        self._results: dict[str, dict[str, CheckResult]] = {path: {} for path in self._drafts}
+        self._unwritten: DraftError | None = None
+
+    def pytest_report_header(self) -> list[str]:
+        """One line per draft, with the device."""
+        return [f"draft: {draft.describe()}; on {self._settings.device}" for draft in self._drafts.values()]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the result of one check; a later run of the same check replaces it."""
+        found = result_of(report)
+        if found is None or report.when != "call":
+            return
+        path, result = found
+        self._results.setdefault(path, {})[result.id] = result
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.CollectReport | pytest.TestReport) -> TestStatus | None:
+        """Say WARNED under -v; the counts stay pytest's.
+
+        Inconclusive ones get no word of their own: pytest would head its whole list of skips with it.
+        """
+        if report.when != "call" or not report.passed or not isinstance(report, pytest.TestReport):
+            return None
+        if hasattr(report, "wasxfail") or (found := result_of(report)) is None or found[1].status != "warned":
+            return None
+        return "passed", ".", ("WARNED", {"yellow": True})
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the report; a report that was asked for and could not be written is a failure."""
+        if self._settings.report is None or session.config.option.collectonly:
+            return
+        try:
+            Report(drafts=tuple(self._reports())).write(self._settings.report)
+        except DraftError as error:
+            self._unwritten = error
+            if session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        """Per draft: what it is, counts, findings, and what could not be judged."""
+        if config.option.collectonly:
+            return
+        in_full = config.getoption("tbstyle", "auto") == "no"
+        reports = [report for report in self._reports() if report.results]
+        if reports:
+            terminalreporter.section("draft model" if len(reports) == 1 else "draft models")
+        for index, report in enumerate(reports):
+            if index:
+                terminalreporter.line("")
+            for line in _lines(report, in_full):
+                terminalreporter.line(line)
+        if self._unwritten is not None:
+            terminalreporter.line(f"ERROR: the report was not written: {self._unwritten}", red=True)
+        elif self._settings.report is not None:
+            terminalreporter.line(f"report: {self._settings.report}")
+
+    def _reports(self) -> Iterator[DraftReport]:
+        """What was found, draft by draft, checks in the order of the registry."""
+        order = {id: index for index, id in enumerate(REGISTRY)}
+        for path, results in self._results.items():
+            draft = self._drafts.get(path) or self._opened(path)
+            if draft is not None:
+                ordered = sorted(results.values(), key=lambda result: order.get(result.id, len(order)))
+                yield api.draft_report(path, api.context_of(draft), ordered)
+
+    def _opened(self, path: str) -> Draft | None:
+        """The draft of a `draft` fixture that a conftest overrides, where its directory is still there."""
+        try:
+            return load(Checkpoint.open(path))
+        except DraftError:
+            return None
+
+
+def _lines(report: DraftReport, in_full: bool) -> Iterator[str]:
+    """A draft's block; findings that failed a test stand in full above it, unless --tb=no keeps them from there."""
+    yield report.description
+    yield "  " + ", ".join(f"{number} {status}" for status, number in report.counts().items())
+    unanswered: dict[str, list[str]] = {}
+    for result in sorted(report.results, key=lambda item: -STATUS_ORDER.index(item.status)):
+        if result.status == "failed" and not (in_full and result.findings):
+            yield f"  error {result.id}: {result.message}"
+        elif result.status == "inconclusive":
+            unanswered.setdefault(result.message, []).append(result.id)
+        for finding in result.findings:
+            if in_full or result.status != "failed":
+                yield from finding_lines(result.id, finding)
+    for reason, ids in unanswered.items():
+        yield f"  inconclusive {_counted(ids)}: {reason}"
+
+
+def _counted(ids: Sequence[str], most: int = 3) -> str:
+    """The ids, or the first of them and how many more there are."""
+    return ", ".join(ids) if len(ids) <= most else f"{', '.join(ids[:most])} and {len(ids) - most} more"
+
+
+def table_of_checks(checks: Iterable[Check]) -> str:
+    """One line per check: id, severity, needs, families, title."""
+    rows = [("id", "severity", "needs", "families", "what must hold")]
+    for item in checks:
+        families = "all" if item.families is None else ",".join(item.families)
+        rows.append((item.id, item.severity, ",".join(item.needs), families, item.title))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,32 @@
+"""Hypothesis strategies for draft layers, stacks of them, and the inputs of a fused-KV kernel.
+
+They are for two readers: a team that tests its draft, and the people who write the engines and want to know of *their* stacked path what
+this library knows of its own: that it serves every stack that can be served and refuses every one that cannot.
+
+All share a few habits. Arguments are keyword-only, each a value or a strategy of it, and are checked when the strategy is made. What is
+drawn is a small frozen record that prints as the call that makes it again; its tensors are filled from a drawn seed and a drawn *kind*
+(zeros, small integers, …) when they are first asked for. So drawing costs next to nothing, needs no torch, and an example that is copied
+out of a failure is the same example.
+"""
+
+from __future__ import annotations
+
+from pytest_specdecode.strategies.configs import LayerConfig, layer_configs
+from pytest_specdecode.strategies.heterogeneous import BrokenStack, heterogeneous_stacks
+from pytest_specdecode.strategies.kernels import LAYOUTS, POSITION_KINDS, KernelInput, kernel_inputs
+from pytest_specdecode.strategies.stacks import Stack, homogeneous_stacks
+from pytest_specdecode.strategies.tensors import KINDS
+
+__all__ = [
+    "KINDS",
+    "LAYOUTS",
+    "POSITION_KINDS",
+    "BrokenStack",
+    "KernelInput",
+    "LayerConfig",
+    "Stack",
+    "heterogeneous_stacks",
+    "homogeneous_stacks",
+    "kernel_inputs",
+    "layer_configs",
+]

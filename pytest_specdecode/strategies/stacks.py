@@ -1,0 +1,273 @@
+"""Stacks of built draft layers, and the strategy of those that one GEMM and one kernel launch can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from pytest_specdecode.fused_kv.stack import LayerFacts, facts_of
+from pytest_specdecode.strategies.arguments import ValueOr, argument, check_bounds, choice, instance, integer, number
+from pytest_specdecode.strategies.configs import NORM_EPSILONS, LayerConfig, layer_configs
+from pytest_specdecode.strategies.tensors import KINDS, SEEDS, filled, torch_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Built = TypeVar("Built")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Stack:
+    """Draft layers as an engine would hand them to its stacked K/V path.
+
+    Layers are built when first asked for, once; each has weights of its own. `layer.self_attn` is a `layers.GQAAttention` where that
+    class can be such a layer, and else a plain namespace with the attributes that engines read.
+
+    Attributes:
+        configs: one per layer.
+        seed: of all numbers.
+        weights: kind of the numbers (`KINDS`) of projections and biases.
+        norms: kind of the norms' weights: what is multiplied by is 1 plus such numbers (`zeros`: 1 exactly), so never all 0.
+    """
+
+    configs: Sequence[LayerConfig]
+    seed: int = 0
+    weights: str = "normal"
+    norms: str = "normal"
+
+    @cached_property
+    def layers(self) -> tuple[Any, ...]:
+        """The built layers, each with a `self_attn`."""
+        return tuple(
+            SimpleNamespace(self_attn=_attention(config, self, index)) for index, config in enumerate(self.configs)
+        )
+
+    @property
+    def rotary_emb(self) -> Any:
+        """The rotary object that serves all layers: layer 0's."""
+        return self.layers[0].self_attn.rotary_emb
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers."""
+        return len(self.configs)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Layer 0's, which is what engines build the path with."""
+        return self.configs[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Layer 0's."""
+        return self.configs[0].head_dim
+
+    @property
+    def hidden_size(self) -> int:
+        """Layer 0's."""
+        return self.configs[0].hidden_size
+
+    @property
+    def dtype(self) -> str:
+        """Layer 0's, without `torch.`."""
+        return self.configs[0].dtype
+
+    @property
+    def facts(self) -> tuple[LayerFacts, ...]:
+        """What the built layers say of themselves."""
+        return tuple(facts_of(layer) for layer in self.layers)
+
+    def build(self, factory: Callable[..., Built], *, device: Any = "cpu", **options: Any) -> Built:
+        """`factory(layers, rotary_emb, num_kv_heads, head_dim, device, **options)`: FusedKV, or an engine's helper of that shape.
+
+        Layers stay on the CPU; moving what it needs to `device` is the factory's.
+        """
+        return factory(self.layers, self.rotary_emb, self.num_kv_heads, self.head_dim, device, **options)
+
+    def __repr__(self) -> str:
+        return (
+            f"Stack(configs={_shown(self.configs)}, seed={self.seed}, weights={self.weights!r}, norms={self.norms!r})"
+        )
+
+
+def homogeneous_stacks(
+    *,
+    min_layers: int = 1,
+    max_layers: int = 3,
+    config: ValueOr[LayerConfig] | None = None,
+    norm_eps: ValueOr[float] | None = None,
+    weights: ValueOr[str] | None = None,
+    norms: ValueOr[str] | None = None,
+    seed: ValueOr[int] | None = None,
+) -> SearchStrategy[Stack]:
+    """Stacks whose layers agree in every axis of `AXES`.
+
+    An example, as printed:
+
+        Stack(configs=[LayerConfig(num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=2)] * 2, seed=0, weights='integers', norms='zeros')
+
+    Guarantee: `stack.build(FusedKV)` succeeds, and `stack.build(FusedKV).compute(...)` for hidden states of `stack.hidden_size` and
+    positions below `max_position_embeddings`. All numbers are finite, in float16 too.
+    What differs from layer to layer: all weights, and the K norm's epsilon.
+
+    Requirement: a `config` of the caller's must be one that `layer_configs` could draw.
+
+    Shrinks towards one layer, then towards the plainest configuration, then zeros, then seed 0.
+
+    Args:
+        min_layers, max_layers: bounds of the number of layers.
+        config: of every layer, but for `norm_eps`; drawn: any of `layer_configs`.
+        norm_eps: of each layer, drawn anew for each.
+        weights, norms: kinds of numbers, see `KINDS` and `Stack`.
+        seed: of all numbers.
+
+    Raises:
+        InvalidArgument: an argument is no such value, or the bounds cross; from a draw where an argument is a strategy.
+
+    See also: `heterogeneous_stacks` for those that must be refused; `kernel_inputs` for what to run a stack on.
+    """
+    check_bounds("min_layers", min_layers, "max_layers", max_layers, least=1)
+    return _homogeneous_stacks(
+        num_layers=st.integers(min_layers, max_layers),
+        config=argument("config", config, layer_configs(norm_eps=NORM_EPSILONS[0]), instance(LayerConfig)),
+        norm_eps=argument("norm_eps", norm_eps, st.sampled_from(NORM_EPSILONS), number),
+        weights=argument("weights", weights, st.sampled_from(KINDS), choice(KINDS)),
+        norms=argument("norms", norms, st.sampled_from(KINDS), choice(KINDS)),
+        seed=argument("seed", seed, SEEDS, integer(0)),
+    )
+
+
+@st.composite
+def _homogeneous_stacks(
+    draw: DrawFn,
+    /,
+    *,
+    num_layers: SearchStrategy[int],
+    config: SearchStrategy[LayerConfig],
+    norm_eps: SearchStrategy[float],
+    weights: SearchStrategy[str],
+    norms: SearchStrategy[str],
+    seed: SearchStrategy[int],
+) -> Stack:
+    count, shared = draw(num_layers), draw(config)
+    return Stack(
+        configs=[shared.changed(norm_eps=draw(norm_eps)) for _ in range(count)],
+        weights=draw(weights),
+        norms=draw(norms),
+        seed=draw(seed),
+    )
+
+
+# --- building ---------------------------------------------------------------------------------------------------------------------------
+
+#: Streams of a stack's seed, one per tensor; layer n has those from n times this many on.
+_STREAMS = 10
+
+
+def _attention(config: LayerConfig, stack: Stack, index: int) -> Any:
+    """A layer's attention, of our class or, where that cannot be such a layer, a namespace with the attributes that engines read."""
+    from pytest_specdecode.layers import GQAAttention
+
+    own_class = (
+        config.quantization is None
+        and config.k_norm != "whole"
+        and config.v_head_dim == config.head_dim
+        and config.q_size == config.num_heads * config.head_dim
+        and config.table_breaks_at is None
+    )
+    tensors = _tensors(config, stack, index)
+    if own_class:
+        return GQAAttention(config.spec, tensors, norm_eps=config.norm_eps, norm_kind=config.norm_kind)
+    return SimpleNamespace(
+        qkv_proj=_projection(config, tensors),
+        q_size=config.q_size,
+        kv_size=config.kv_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        v_head_dim=config.v_head_dim,
+        value_scale=config.value_scale,
+        rotary_emb=_rotary(config),
+        k_norm=_norm(config, tensors.get("k_norm.weight")),
+    )
+
+
+def _tensors(config: LayerConfig, stack: Stack, index: int) -> dict[str, Tensor]:
+    dtype = torch_dtype(config.dtype)
+    q_rows, hidden = config.num_heads * config.head_dim, config.hidden_size
+
+    def made(kind: str, stream: int, *shape: int) -> Tensor:
+        return filled(kind, shape, dtype, seed=stack.seed, stream=index * _STREAMS + stream)
+
+    tensors = {
+        "qkv_proj.weight": made(stack.weights, 0, config.qkv_rows, hidden),
+        "o_proj.weight": made(stack.weights, 1, hidden, q_rows),
+    }
+    if config.bias:
+        tensors["qkv_proj.bias"] = made(stack.weights, 2, config.qkv_rows)
+    if config.k_norm == "none":
+        return tensors
+    width = config.kv_size if config.k_norm == "whole" else config.head_dim
+    offset = 0.0 if config.norm_kind == "gemma" else 1.0
+    for stream, name in enumerate(("q_norm.weight", "k_norm.weight"), start=3):
+        tensors[name] = made(stack.norms, stream, width) + offset
+    return tensors
+
+
+def _projection(config: LayerConfig, tensors: dict[str, Tensor]) -> SimpleNamespace:
+    weight, bias = tensors["qkv_proj.weight"], tensors.get("qkv_proj.bias")
+    if config.quantization is None:
+        return SimpleNamespace(weight=weight, bias=bias)
+    import torch
+
+    if config.quantization in ("qweight", "weight_packed"):
+        packed = torch.zeros(weight.shape[0], -(-weight.shape[1] // 8), dtype=torch.int32)
+        return SimpleNamespace(**{config.quantization: packed}, bias=bias)
+    if config.quantization in ("float8_e4m3fn", "float8_e5m2", "int8"):
+        return SimpleNamespace(weight=weight.clamp(-100, 100).to(torch_dtype(config.quantization)), bias=bias)
+    return SimpleNamespace(weight=weight, bias=bias, quant_method=config.quantization)
+
+
+def _norm(config: LayerConfig, weight: Tensor | None) -> Any:
+    from pytest_specdecode.layers import RMSNorm
+
+    return None if weight is None else RMSNorm(weight, config.norm_eps, config.norm_kind)
+
+
+def _rotary(config: LayerConfig) -> Any:
+    from pytest_specdecode.layers import RotaryEmbedding
+
+    rotary = RotaryEmbedding(config.spec.rope, config.head_dim)
+    if config.table_breaks_at is None:
+        return rotary
+    table = rotary.cos_sin_cache.clone()
+    if not 0 < config.table_breaks_at < table.shape[0]:
+        raise InvalidArgument(
+            f"table_breaks_at={config.table_breaks_at!r}: a row of the table but the first is due, so 1 to {table.shape[0] - 1}"
+        )
+    table[config.table_breaks_at :] = table[config.table_breaks_at - 1]
+    return SimpleNamespace(
+        rotary_dim=rotary.rotary_dim,
+        is_neox_style=rotary.is_neox_style,
+        base=rotary.base,
+        rope_scaling=rotary.rope_scaling,
+        cos_sin_cache=table,
+    )
+
+
+def _shown(configs: Sequence[LayerConfig]) -> str:
+    """The list as Python, with equal neighbours written once."""
+    runs: list[tuple[LayerConfig, int]] = []
+    for config in configs:
+        if runs and runs[-1][0] == config:
+            runs[-1] = config, runs[-1][1] + 1
+        else:
+            runs.append((config, 1))
+    return " + ".join(f"[{config!r}]" + (f" * {count}" if count > 1 else "") for config, count in runs)

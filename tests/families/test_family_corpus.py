@@ -1,0 +1,151 @@
+"""Real public configurations, in `tests/corpus/configs`.
+
+What these catch: a published configuration that is not recognised, is recognised as another family, or whose tensors are expected in
+other shapes than the published ones; and a file of a family that is not read here misread as one that is. The shapes in
+`tests/corpus/expected.json` are the published ones. In a file's name, "shape" says that its sizes were shrunk by whoever quoted it,
+and "partial" that only some keys are known.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_specdecode.api import check_draft
+from pytest_specdecode.checkpoint import DTYPE_BITS, Checkpoint, read_safetensors
+from pytest_specdecode.families import Draft, load
+from pytest_specdecode.spec import GQASpec, MLASpec
+from pytest_specdecode.testing import write_sparse
+
+CORPUS = Path(__file__).parents[1] / "corpus"
+EXPECTED: dict[str, dict[str, Any]] = json.loads((CORPUS / "expected.json").read_text(encoding="utf-8"))
+READ = sorted(name for name, due in EXPECTED.items() if due["family"] in ("eagle3", "eagle3-mla", "dflash"))
+WITH_SHAPES = [name for name in READ if "shapes" in EXPECTED[name]]
+#: Export templates: all keys null, so nothing to be right or wrong about but the label.
+TEMPLATES = sorted(name for name in EXPECTED if name.startswith("template--"))
+OTHERS = sorted(set(EXPECTED) - set(READ) - set(TEMPLATES))
+
+
+def config(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((CORPUS / "configs" / name).read_text(encoding="utf-8"))
+    return found
+
+
+def opened(directory: Path, name: str) -> Draft:
+    (directory / "config.json").write_bytes((CORPUS / "configs" / name).read_bytes())
+    return load(Checkpoint.open(directory))
+
+
+def test_the_table_and_the_files_are_the_same() -> None:
+    assert sorted(path.name for path in (CORPUS / "configs").iterdir()) == sorted(EXPECTED)
+    assert len(READ) == 66
+    assert len(WITH_SHAPES) == 46
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_public_configuration_has_its_family_and_packaging(tmp_path: Path, name: str) -> None:
+    draft = opened(tmp_path, name)
+    due = EXPECTED[name]
+    assert draft.spec is not None
+    assert (draft.spec.family, draft.spec.packaging) == (due["family"], due["packaging"])
+    assert draft.recognition.disagreement == ()
+    assert draft.config_faults == ()
+    assert name.startswith("bad--") or due.get("partial") or all_known(draft) or name in _INCOMPLETE
+
+
+#: Files that leave an extent out, as quoted: the sizes of the model, the MLP's width, or the tap list.
+_INCOMPLETE = {
+    "dflash--gemma-4-31B-it-mixed-shape.json",
+    "eagle3--gpt-oss-full-vocab-community.json",
+    "eagle3--modelopt-default-train.json",
+    "dflash--xllm-fixture-qwen3.5-27b.json",
+}
+
+
+def all_known(draft: Draft) -> bool:
+    assert draft.binding is not None
+    return all(None not in tensor.shape for tensor in draft.binding.expected.values())
+
+
+@pytest.mark.parametrize("name", WITH_SHAPES)
+def test_expected_tensors_have_the_published_shapes(tmp_path: Path, name: str) -> None:
+    draft = opened(tmp_path, name)
+    assert draft.binding is not None
+    assert draft.spec is not None
+    found = {tensor.name: list(tensor.shape) for tensor in draft.binding.expected.values()}
+    due = EXPECTED[name]
+    assert {key: found.get(key) for key in due["shapes"]} == due["shapes"]
+    if due["family"] == "dflash":
+        # What is published for one layer holds for all; an EAGLE3's first layer is wider than the rest.
+        layered = {key: shape for key, shape in due["shapes"].items() if key.startswith("layers.0.")}
+        for index in range(1, len(draft.spec.layers)):
+            assert {key: found.get(key.replace(".0.", f".{index}.", 1)) for key in layered} == layered
+
+
+@pytest.mark.parametrize("name", [name for name in READ if "maps" in EXPECTED[name]])
+def test_maps_are_due_exactly_for_a_reduced_vocabulary(tmp_path: Path, name: str) -> None:
+    draft = opened(tmp_path, name)
+    assert draft.binding is not None
+    assert (draft.binding.expected["d2t"].need == "required") == EXPECTED[name]["maps"]
+
+
+@pytest.mark.parametrize("name", [name for name in READ if "block_size" in EXPECTED[name]])
+def test_block_and_mask_are_the_published_ones(tmp_path: Path, name: str) -> None:
+    spec = opened(tmp_path, name).spec
+    due = EXPECTED[name]
+    assert spec is not None
+    assert spec.block is not None
+    found = (len(spec.layers), spec.block.block_size, spec.block.mask_token_id)
+    assert found == (due["layers"], due["block_size"], due["mask_token_id"])
+
+
+@pytest.mark.parametrize("name", [name for name in READ if "tensors" in EXPECTED[name]])
+def test_a_whole_file_has_the_published_number_of_tensors_and_bytes(tmp_path: Path, name: str) -> None:
+    due = EXPECTED[name]
+    write_sparse(tmp_path, config(name), due["family"])
+    headers = read_safetensors(tmp_path / "model.safetensors")
+    assert len(headers) == due["tensors"]
+    if "payload_bytes_bf16" in due:
+        assert sum(header.numel * DTYPE_BITS["BF16"] // 8 for header in headers) == due["payload_bytes_bf16"]
+    draft = load(Checkpoint.open(tmp_path))
+    assert draft.binding is not None
+    assert (draft.binding.missing, draft.binding.unexpected, draft.binding.twice) == ((), (), ())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_another_family_is_not_misread(tmp_path: Path, name: str) -> None:
+    draft = opened(tmp_path, name)
+    assert draft.spec is None
+    assert draft.recognition.family in (None, EXPECTED[name]["family"])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_of_nulls_is_read_with_nothing_known(tmp_path: Path, name: str) -> None:
+    draft = opened(tmp_path, name)
+    assert draft.spec is not None
+    assert draft.spec.hidden_size is None
+    assert draft.config_faults == ()
+    (layer,) = draft.spec.layers
+    assert isinstance(layer.attention, (GQASpec, MLASpec))
+    assert layer.attention.num_heads is None
+
+
+def test_every_file_can_be_checked_and_what_needs_weights_is_inconclusive(tmp_path: Path) -> None:
+    for name in EXPECTED:
+        (tmp_path / "config.json").write_bytes((CORPUS / "configs" / name).read_bytes())
+        report = check_draft(tmp_path)
+        assert not [result for result in report if "the check itself broke" in result.message], name
+        assert report["weights.missing"].status == "inconclusive", name
+        assert report["files.readable"].status == "inconclusive", name
+
+
+def test_payload_of_laguna_by_hand() -> None:
+    # fc, the norms, and per layer: fused qkv, gate, output, head norms, two norms, MLP; two bytes each.
+    hidden, inner, heads, kv, head_dim, taps = 3072, 12288, 72, 8, 128, 6
+    layer = (heads + 2 * kv) * head_dim * hidden + heads * hidden + hidden * heads * head_dim
+    layer += 2 * head_dim + 2 * hidden + 3 * inner * hidden
+    total = hidden * taps * hidden + taps * hidden + 2 * hidden + 6 * layer
+    assert 2 * total == EXPECTED["dflash--laguna-poolside-Laguna-S-2.1-DFlash.json"]["payload_bytes_bf16"]

@@ -1,0 +1,271 @@
+"""What is said and written. Caught here: findings that are lost, said without their fields, or buried in a traceback of ours; a warning
+that fails a run under -W error or is not shown; an inconclusive check that reads as a pass or that --draft-require lets through; a
+report file that is not written, not whole, or not valid JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from pytest_specdecode import checks as rules
+from pytest_specdecode.checks import REGISTRY, Context, Inconclusive
+from pytest_specdecode.checks.registry import check
+from pytest_specdecode.findings import CheckResult, Finding, Outcome
+
+Run = Callable[..., pytest.RunResult]
+
+
+@pytest.fixture
+def invented(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Checks `made.up-...` with each kind of result, so that these tests hold whatever the real ones say."""
+    before = dict(REGISTRY)
+    everywhere = {"vllm": Outcome(outcome="serves wrong", message="takes 10000"), "sglang": Outcome(outcome="unknown")}
+
+    def finding(severity: str, number: int) -> Finding:
+        return Finding(
+            message=f"{severity} number {number}",
+            severity="error" if severity == "error" else "warning",
+            where="config.json: key",
+            got=[1, 2],
+            due="three",
+            fix="write three",
+            outcomes=everywhere,
+        )
+
+    @check("made.up-fails", title="fails", why="", anywhere=True)
+    def fails(context: Context) -> Iterator[Finding]:
+        yield finding("warning", 2)
+        yield finding("error", 1)
+
+    @check("made.up-warns", title="warns", why="", anywhere=True)
+    def warns(context: Context) -> Iterator[Finding]:
+        yield finding("warning", 3)
+
+    @check("made.up-breaks", title="breaks", why="", anywhere=True)
+    def breaks(context: Context) -> Iterator[Finding]:
+        raise ZeroDivisionError("oh")
+
+    @check("made.up-wants-target", title="wants", why="", needs=("target",))
+    def wants_target(context: Context) -> Iterator[Finding]:
+        yield from ()
+
+    @check("made.up-wants-gpu", title="wants", why="", needs=("tensors", "gpu"))
+    def wants_gpu(context: Context) -> Iterator[Finding]:
+        yield from ()
+
+    @check("made.up-cannot-say", title="cannot say", why="")
+    def cannot_say(context: Context) -> Iterator[Finding]:
+        raise Inconclusive("the evidence is thin")
+        yield
+
+    @check("made.up-elsewhere", title="elsewhere", why="", families=("eagle3",))
+    def elsewhere(context: Context) -> Iterator[Finding]:
+        yield from ()
+
+    yield
+    for id in set(REGISTRY) - set(before):
+        del REGISTRY[id]
+
+
+pytestmark = pytest.mark.usefixtures("invented")
+
+
+def test_a_failure_is_its_findings_without_a_traceback(run: Run) -> None:
+    result = run("--draft-checks=made.up-fails")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*FAILURES*",
+            "*test_draft[[]dflash-tiny-made.up-fails]*",
+            "error number 1",
+            "  where: config.json: key",
+            "  got:   [[]1, 2]",
+            "  due:   three",
+            "  vllm: serves wrong: takes 10000",
+            "  fix:   write three",
+            "warning made.up-fails: warning number 2",
+            "*= draft model =*",
+            "dflash-tiny: dflash (plain), 2 layers, * parameters, bfloat16",
+            "  1 failed",
+            "  error made.up-fails: error number 1",
+            "FAILED draft-model::test_draft[[]dflash-tiny-made.up-fails] - *",
+        ],
+        consecutive=False,
+    )
+    text = str(result.stdout)
+    assert "suite.py" not in text
+    assert "sglang" not in text
+    assert text.count("  fix:   write three") == 2
+
+
+def test_findings_stand_in_full_in_the_summary_where_tracebacks_are_off(run: Run) -> None:
+    result = run("--draft-checks=made.up-fails", "--tb=no")
+    result.stdout.fnmatch_lines(["  error made.up-fails: error number 1", "    where: config.json: key"])
+
+
+def test_a_warning_passes_and_is_shown_in_full(run: Run) -> None:
+    result = run("--draft-checks=made.up-warns", "-v", "-W", "error")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "draft-model::test_draft[[]dflash-tiny-made.up-warns] WARNED*",
+            "  1 warned",
+            "  warning made.up-warns: warning number 3",
+            "    where: config.json: key",
+            "    fix:   write three",
+        ]
+    )
+
+
+def test_a_defect_of_a_check_is_one_failure_and_says_so(run: Run) -> None:
+    result = run("--draft-checks=made.up-breaks,rope")
+    result.assert_outcomes(failed=1, passed=2)
+    result.stdout.fnmatch_lines(
+        ["the check itself broke, which is a defect of pytest-specdecode: ZeroDivisionError: oh"]
+    )
+    assert "Traceback" not in str(result.stdout)
+
+
+def test_inconclusive_is_a_skip_that_the_summary_explains(run: Run) -> None:
+    result = run("--draft-checks=made.up-wants-target,made.up-cannot-say,made.up-elsewhere", "-v", "-rs")
+    result.assert_outcomes(skipped=3)
+    result.stdout.fnmatch_lines(
+        [
+            "draft-model::*made.up-wants-target] SKIPPED (*",
+            "draft-model::*made.up-elsewhere] SKIPPED (*",
+            "  2 inconclusive, 1 skipped",
+            "  inconclusive made.up-wants-target: needs the target's config.json: --draft-target=DIR",
+            "  inconclusive made.up-cannot-say: the evidence is thin",
+            "SKIPPED *: inconclusive: the evidence is thin",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("want", "failed"),
+    [
+        ("target", {"wants-target"}),
+        ("gpu", {"wants-gpu"}),
+        ("model,tensors,triton,trace", set()),
+        ("all", {"wants-target", "wants-gpu", "cannot-say"}),
+    ],
+)
+def test_require_turns_what_it_names_into_failures(
+    run: Run, pytester: pytest.Pytester, want: str, failed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pytest_specdecode.plugin.options._gpu_possible", lambda: False)
+    names = ("wants-target", "wants-gpu", "cannot-say", "elsewhere")
+    result = run(f"--draft-require={want}", "-v", f"--draft-checks={','.join(f'made.up-{name}' for name in names)}")
+    found = {name for name in names if f"made.up-{name}] FAILED" in str(result.stdout)}
+    assert found == failed
+    assert result.ret == bool(failed)
+    if failed:
+        result.stdout.fnmatch_lines([f"inconclusive, and --draft-require={want} asks for an answer: *"])
+
+
+def test_missing_tensors_are_a_want(run: Run, copied: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    args = ("--draft-checks=made.up-wants-gpu,weights.shapes", "--draft-require=tensors", "-v")
+    run(*args, model=copied).assert_outcomes(failed=2)
+
+
+def test_the_header_has_a_line_per_draft(run: Run, eagle3: Path) -> None:
+    result = run(f"--draft-model={eagle3}", "--draft-checks=rope", "--draft-device=cpu")
+    result.stdout.fnmatch_lines(
+        [
+            "draft: dflash-tiny: dflash (plain), 2 layers, * parameters, bfloat16; on cpu",
+            "draft: eagle3-tiny: eagle3 (plain), 1 layer, * parameters, bfloat16; on cpu",
+            "*= draft models =*",
+            "dflash-tiny: *",
+            "eagle3-tiny: *",
+        ]
+    )
+
+
+def test_the_report_file_holds_the_checks_that_ran(run: Run, pytester: pytest.Pytester, eagle3: Path) -> None:
+    file = pytester.path / "r.json"
+    result = run(f"--draft-model={eagle3}", "--draft-checks=made,rope", "-k", "not agrees", "--draft-report=r.json")
+    result.stdout.fnmatch_lines([f"report: {file}"])
+    report = json.loads(file.read_text())
+    assert report["schema"] == 1
+    assert report["tool"]["pytest"] == pytest.__version__
+    assert [draft["family"] for draft in report["drafts"]] == ["dflash", "eagle3"]
+    found = {item["id"]: item for item in report["drafts"][0]["checks"]}
+    assert list(found) == [item.id for item in rules.select(["made", "rope"]) if "agrees" not in item.id]
+    statuses = {id: item["status"] for id, item in found.items()}
+    assert statuses["made.up-fails"] == "failed"
+    assert statuses["made.up-warns"] == "warned"
+    assert statuses["made.up-cannot-say"] == "inconclusive"
+    assert statuses["made.up-elsewhere"] == "skipped"
+    assert statuses["rope.theta-stated"] == "passed"
+    failure = found["made.up-fails"]
+    assert failure["message"] == "error number 1"
+    assert (failure["got"], failure["due"], failure["fix"]) == ([1, 2], "three", "write three")
+    assert failure["outcomes"]["vllm"] == {"outcome": "serves wrong", "message": "takes 10000"}
+    assert [item["severity"] for item in failure["findings"]] == ["error", "warning"]
+    assert not list(pytester.path.glob(".r.json*"))
+
+
+def test_collecting_alone_writes_and_summarises_nothing(run: Run, pytester: pytest.Pytester) -> None:
+    result = run("--collect-only", "--draft-report=r.json", "--draft-checks=rope")
+    assert not (pytester.path / "r.json").exists()
+    result.stdout.no_fnmatch_line("*= draft model =*")
+
+
+def test_a_report_that_cannot_be_written_fails_the_run(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        def pytest_runtest_teardown(item):
+            import pathlib
+            pathlib.Path("r.json").mkdir(exist_ok=True)
+        """
+    )
+    result = run("--draft-checks=rope", "--draft-report=r.json")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["ERROR: the report was not written: *r.json: cannot be written: *"])
+
+
+def test_junit_has_a_case_per_check_with_its_result(run: Run, pytester: pytest.Pytester) -> None:
+    run("--draft-checks=made.up-fails,made.up-warns,rope", "--junitxml=j.xml")
+    cases = list(ElementTree.parse(pytester.path / "j.xml").iter("testcase"))
+    assert [case.get("name") for case in cases] == [
+        f"test_draft[dflash-tiny-{id}]"
+        for id in ("rope.theta-stated", "rope.theta-agrees", "made.up-fails", "made.up-warns")
+    ]
+    assert {case.get("classname") for case in cases} == {"draft-model"}
+    failure = cases[2].find("failure")
+    assert failure is not None
+    assert "error number 1" in str(failure.text)
+    found = cases[3].find("properties/property")
+    assert found is not None
+    assert json.loads(str(found.get("value")))["status"] == "warned"
+
+
+def test_expected_failures_from_a_conftest_are_pytests_own(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        import pytest
+
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                if item.get_closest_marker("draft_check").kwargs["id"] in ("made.up-fails", "made.up-warns"):
+                    item.add_marker(pytest.mark.xfail(reason="known", strict=False))
+        """
+    )
+    run("--draft-checks=made.up-fails,made.up-warns", "-v").assert_outcomes(xfailed=1, xpassed=1)
+
+
+def test_a_result_crosses_processes_whole() -> None:
+    outcome = Outcome(outcome="stops", message="with this")
+    finding = Finding(
+        message="m", severity="warning", where="w", got={"a": (1, None)}, due=2, fix="f", outcomes={"vllm": outcome}
+    )
+    result = CheckResult(id="a.b", status="warned", message="m", findings=(finding, Finding(message="n")))
+    there = CheckResult.from_dict(json.loads(json.dumps(result.to_dict())))
+    assert there.to_dict() == result.to_dict()
+    assert there.findings[0].outcomes["vllm"] == outcome

@@ -1,0 +1,163 @@
+"""A wrong argument must be refused where it is given, by name and with its value. Found out later, in a draw, it would look like a failing
+test; not found out, it would quietly draw something else than what was asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+from hypothesis.strategies import SearchStrategy
+
+from pytest_specdecode import strategies
+from pytest_specdecode.strategies import (
+    LayerConfig,
+    heterogeneous_stacks,
+    homogeneous_stacks,
+    kernel_inputs,
+    layer_configs,
+)
+
+NARROW = LayerConfig(num_heads=1, num_kv_heads=1, head_dim=2, hidden_size=1)
+
+WRONG = [
+    (layer_configs, {"num_heads": 0}, "num_heads=0: an integer of at least 1 is due"),
+    (layer_configs, {"num_heads": True}, "num_heads=True: an integer of at least 1 is due"),
+    (layer_configs, {"num_kv_heads": 1.5}, "num_kv_heads=1.5: an integer of at least 1 is due"),
+    (layer_configs, {"num_heads": 3, "num_kv_heads": 2}, "num_heads=3 is not a multiple of num_kv_heads=2"),
+    (layer_configs, {"head_dim": 1}, "head_dim=1: an integer of at least 2 is due"),
+    (layer_configs, {"rotary_dim": 3}, "rotary_dim=3: an even integer of at least 2 is due"),
+    (layer_configs, {"rotary_dim": 0}, "rotary_dim=0: an even integer of at least 2 is due"),
+    (layer_configs, {"rotary_dim": 8, "head_dim": 6}, "rotary_dim=8 is above head_dim=6"),
+    (layer_configs, {"hidden_size": "64"}, "hidden_size='64': an integer of at least 1 is due"),
+    (layer_configs, {"rope_theta": 0.0}, "rope_theta=0.0: a finite number above 0 is due"),
+    (layer_configs, {"rope_theta": float("nan")}, "rope_theta=nan: a finite number above 0 is due"),
+    (
+        layer_configs,
+        {"rope_scaling": "yarn"},
+        "rope_scaling='yarn': a mapping such as {'rope_type': 'linear', 'factor': 2.0} is due",
+    ),
+    (
+        layer_configs,
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rotary_dim": 2},
+        "rope_scaling={'rope_type': 'dynamic', 'factor': 2.0}: dynamic scaling needs more rotating lanes than 2",
+    ),
+    (
+        layer_configs,
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "head_dim": 3},
+        "rope_scaling={'rope_type': 'dynamic', 'factor': 2.0}: dynamic scaling needs more rotating lanes than 3",
+    ),
+    (layer_configs, {"dtype": "float64"}, "dtype='float64': one of 'float32', 'float16', 'bfloat16' is due"),
+    (layer_configs, {"bias": 1}, "bias=1: True or False is due"),
+    (layer_configs, {"norm_kind": "layer"}, "norm_kind='layer': one of 'rms', 'gemma' is due"),
+    (layer_configs, {"norm_eps": -1e-6}, "norm_eps=-1e-06: a finite number above 0 is due"),
+    (layer_configs, {"value_scale": float("inf")}, "value_scale=inf: a finite number above 0 is due"),
+    (homogeneous_stacks, {"min_layers": 0}, "min_layers=0: an integer of at least 1 is due"),
+    (homogeneous_stacks, {"min_layers": 4}, "min_layers=4 is above max_layers=3"),
+    (homogeneous_stacks, {"config": "plain"}, "config='plain': a LayerConfig is due"),
+    (
+        homogeneous_stacks,
+        {"weights": "random"},
+        "weights='random': one of 'zeros', 'integers', 'one-hot', 'repeated', 'normal', 'tiny', 'large' is due",
+    ),
+    (homogeneous_stacks, {"seed": -1}, "seed=-1: an integer of at least 0 is due"),
+    (homogeneous_stacks, {"norm_eps": 0}, "norm_eps=0: a finite number above 0 is due"),
+    (heterogeneous_stacks, {"axis": "theta"}, "axis='theta': one of 'num-kv-heads', 'head-dim', "),
+    (heterogeneous_stacks, {"min_layers": 1}, "min_layers=1: an integer of at least 2 is due"),
+    (heterogeneous_stacks, {"max_layers": 1}, "max_layers=1: an integer of at least 2 is due"),
+    (
+        heterogeneous_stacks,
+        {"config": NARROW, "axis": "rotary-dim"},
+        f"config={NARROW!r} leaves no room for another value of axis='rotary-dim'",
+    ),
+    (kernel_inputs, {"stack": NARROW}, f"stack={NARROW!r}: a Stack is due"),
+    (kernel_inputs, {"min_tokens": -1}, "min_tokens=-1: an integer of at least 0 is due"),
+    (kernel_inputs, {"min_tokens": 18}, "min_tokens=18 is above max_tokens=17"),
+    (kernel_inputs, {"positions": "random"}, "positions='random': one of 'zero', 'arange', "),
+    (kernel_inputs, {"positions_dtype": "uint8"}, "positions_dtype='uint8': one of 'int64', 'int32' is due"),
+    (kernel_inputs, {"values": "nan"}, "values='nan': one of 'zeros', "),
+    (kernel_inputs, {"layout": "rows"}, "layout='rows': one of 'contiguous', 'padded', 'transposed' is due"),
+    (kernel_inputs, {"block_rows": 12}, "block_rows=12: a power of two is due"),
+    (kernel_inputs, {"block_rows": 0}, "block_rows=0: an integer of at least 1 is due"),
+    (kernel_inputs, {"seed": 0.5}, "seed=0.5: an integer of at least 0 is due"),
+]
+
+PUBLIC = (layer_configs, homogeneous_stacks, heterogeneous_stacks, kernel_inputs)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "text"),
+    WRONG,
+    ids=[f"{made.__name__}-{'-'.join(args)}-{at}" for at, (made, args, _) in enumerate(WRONG)],
+)
+def test_a_wrong_argument_is_refused_at_once(strategy, arguments, text):
+    with pytest.raises(InvalidArgument, match=f"^{re.escape(text)}"):
+        strategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "text"),
+    [
+        (layer_configs, {"head_dim": st.just(1)}, "head_dim=1: an integer of at least 2 is due"),
+        (layer_configs, {"head_dim": st.just(4), "rotary_dim": 8}, "rotary_dim=8 is above head_dim=4"),
+        (
+            layer_configs,
+            {"num_heads": st.just(3), "num_kv_heads": 2},
+            "num_heads=3 is not a multiple of num_kv_heads=2",
+        ),
+        (homogeneous_stacks, {"weights": st.just("random")}, "weights='random': one of 'zeros', "),
+        (heterogeneous_stacks, {"axis": st.just("theta")}, "axis='theta': one of 'num-kv-heads', "),
+        (kernel_inputs, {"values": st.just("nan")}, "values='nan': one of 'zeros', "),
+        (kernel_inputs, {"block_rows": st.just(12)}, "block_rows=12: a power of two is due"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_wrong_value_from_a_strategy_is_refused_when_drawn(strategy, arguments, text):
+    @settings(deadline=None, max_examples=1, derandomize=True)
+    @given(strategy(**arguments))
+    def check(drawn):
+        pytest.fail("nothing was to be drawn")
+
+    with pytest.raises(InvalidArgument, match=f"^{re.escape(text)}"):
+        check()
+
+
+@pytest.mark.parametrize("strategy", PUBLIC)
+def test_arguments_are_keywords_only_and_all_have_a_default(strategy):
+    parameters = inspect.signature(strategy).parameters.values()
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters)
+    assert isinstance(strategy(), SearchStrategy)
+
+
+@pytest.mark.parametrize("strategy", PUBLIC)
+def test_documentation_has_its_parts_in_order_and_names_every_argument(strategy):
+    text = inspect.getdoc(strategy)
+    parts = ["An example, as printed", "Guarantee:", "Requirement:", "Shrinks", "Args:", "Raises:", "See also:"]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    documented = text[text.index("Args:") : text.index("Raises:")]
+    for name in inspect.signature(strategy).parameters:
+        assert re.search(rf"\b{name}\b", documented), name
+
+
+def test_the_public_list_is_sorted_and_complete():
+    names = strategies.__all__
+    assert all(hasattr(strategies, name) for name in names)
+    constants = [name for name in names if name.isupper()]
+    classes = [name for name in names if name[0].isupper() and not name.isupper()]
+    functions = [name for name in names if name[0].islower()]
+    assert names == [*sorted(constants), *sorted(classes), *sorted(functions)]
+    assert {made.__name__ for made in PUBLIC} == set(functions)
+
+
+@pytest.mark.parametrize("strategy", PUBLIC)
+def test_the_printed_example_is_one_that_is_drawn(strategy):
+    """Evaluated, and of the kind that the strategy draws, so that a renamed field does not leave a stale example behind."""
+    text = inspect.getdoc(strategy)
+    example = text[text.index("An example, as printed:") + len("An example, as printed:") : text.index("Guarantee:")]
+    made = eval(" ".join(example.split()), vars(strategies))
+    assert repr(made) == " ".join(example.split())
