@@ -134,11 +134,15 @@ def matches_reference(context: Context) -> Iterator[Finding]:
     hidden = hidden.to(device=context.device, dtype=stack.dtype)
     with guarded():
         k, v = stack.compute(hidden, positions)
-    truth_k, _ = fused_kv_reference(layers, hidden, positions)
+    truth_k, truth_v = fused_kv_reference(layers, hidden, positions)
     eager_k, eager_v = eager_kv(layers, hidden, positions)
     try:
         measured = assert_close(k, truth_k, eager_k, what="K", reduction_sizes=(stack.hidden_size, stack.head_dim))
-        assert_exact(v, eager_v, what="V")
+        assert_close(v, truth_v, eager_v, what="V", reduction_sizes=(stack.hidden_size,))
+        if stack.value_scale == 1.0:
+            # A GEMM over all layers may sum in another order than one per layer, so V is held bit for bit against the stack's own.
+            heads = stack.project(hidden).unflatten(-1, (2, stack.num_kv_heads, stack.head_dim))
+            assert_exact(v, heads[:, :, 1].transpose(0, 1), what="V")
     except NumericsError as error:
         yield context.fail(
             str(error),
@@ -148,7 +152,9 @@ def matches_reference(context: Context) -> Iterator[Finding]:
         )
         return
     context.notes["fused-kv.matches-reference"] = (
-        f"K's error is {measured.rms_ratio:.2f} of eager's, V is exact ({stack.backend})"
+        f"K's error is {measured.rms_ratio:.2f} of eager's, V is the projection's bit for bit ({stack.backend})"
+        if stack.value_scale == 1.0
+        else f"K's error is {measured.rms_ratio:.2f} of eager's ({stack.backend})"
     )
 
 
