@@ -19,7 +19,7 @@ import re
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
@@ -105,6 +105,19 @@ _ARRAY_CODES = {
 }
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
+#: Pickles that training leaves beside the weights, or that hold one tensor of their own.
+_SIDE_PICKLES = frozenset(
+    (
+        "mask_embedding.pt",
+        "optimizer.bin",
+        "optimizer.pt",
+        "rng_state.pth",
+        "scaler.pt",
+        "scheduler.bin",
+        "scheduler.pt",
+        "training_args.bin",
+    )
+)
 _ZIP = b"PK\x03\x04"
 
 
@@ -149,6 +162,7 @@ class Checkpoint:
         faults: why the configuration or a header could not be read.
         index_faults: contradictions between the index, the shards and the directory.
         index_total_size: `metadata.total_size` of the index, or None.
+        weight_map: shard by tensor name, as the index states it; empty without one.
         has_index: whether an index was read, or tried.
         has_weights: whether the directory holds any weights file, readable or not.
         unindexed: weights files that lie beside an index which does not name them.
@@ -163,6 +177,7 @@ class Checkpoint:
         self.faults: list[CheckpointError] = []
         self.index_faults: list[CheckpointError] = []
         self.index_total_size: int | None = None
+        self.weight_map: Mapping[str, str] = {}
         self.has_index = False
         self.has_weights = False
         self.unindexed: list[str] = []
@@ -267,6 +282,27 @@ class Checkpoint:
         for start in range(0, header.shape[0], step):
             yield self.tensor(name, slice(start, start + step))
 
+    def narrow(self, owns: Callable[[str], bool]) -> None:
+        """Keep only the tensors whose name on disk `owns` accepts: those of a draft inside a larger checkpoint.
+
+        Faults of shards that hold none of them, and of tensors that are not among them, are dropped: a target may lie here in part.
+        """
+        shards = {shard for name, shard in self.weight_map.items() if owns(name)}
+        foreign = set(self.weight_map.values()) - shards
+
+        def concerns(fault: CheckpointError) -> bool:
+            if fault.key == "weight_map":
+                return fault.got not in foreign
+            if fault.key in self.weight_map or fault.key in self.tensors:
+                return owns(str(fault.key))
+            return fault.path is None or Path(fault.path).name not in foreign
+
+        self.faults = [fault for fault in self.faults if concerns(fault)]
+        self.index_faults = [fault for fault in self.index_faults if concerns(fault)]
+        self.tensors = {name: header for name, header in self.tensors.items() if owns(name)}
+        # The index's total is the whole checkpoint's.
+        self.index_total_size = None
+
     def close(self) -> None:
         """Let go of open files and of pickled tensors."""
         self._handles.clear()
@@ -304,7 +340,7 @@ class Checkpoint:
         if index_name == PICKLE_INDEX_NAME and stored:
             index_name = None
         if index_name is None:
-            for name in stored or [name for name in self.pickles if name.startswith(("pytorch_model", "model"))]:
+            for name in stored or [name for name in self.pickles if name not in _SIDE_PICKLES]:
                 self._read_file(name)
             return
         self.has_index = True
@@ -313,6 +349,7 @@ class Checkpoint:
         except CheckpointError as error:
             self.index_faults.append(error)
             return
+        self.weight_map = weight_map
         shards = Counter(weight_map.values())
         absent = set(shards).difference(names)
         self.unindexed = [name for name in stored if name not in shards]

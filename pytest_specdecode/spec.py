@@ -78,6 +78,7 @@ class GQASpec:
         in_features: width that q, k and v read: H, or 2H in an EAGLE3 first layer.
         out_features: width that o writes, H.
         qk_norm: a norm per head on q and k.
+        fused_qkv: q, k and v are stored as one `qkv_proj`, rows in that order.
         qkv_bias, o_bias: whether the projections have a bias, as the config says.
         sliding_window: tokens that a query sees, itself included, or None for all.
     """
@@ -93,6 +94,7 @@ class GQASpec:
     o_bias: bool = False
     sliding_window: Extent = None
     value_scale: float = 1.0
+    fused_qkv: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +125,11 @@ class MLASpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One draft layer.
+    """One draft layer, or one head of a draft that is made of heads.
 
     Attributes:
         index: position in the draft, from 0.
+        attention: None for a head without attention (Medusa, Hydra, an MLP speculator's stage).
         layer_type: `full_attention` or `sliding_attention`.
         is_causal: whether rows of one block may only look back; None where the file does not say.
         norm_eps: epsilon of every norm of the layer.
@@ -134,8 +137,8 @@ class LayerSpec:
     """
 
     index: int
-    attention: GQASpec | MLASpec
-    intermediate_size: Extent
+    attention: GQASpec | MLASpec | None = None
+    intermediate_size: Extent = None
     hidden_act: str = "silu"
     mlp_bias: bool = False
     norm_eps: float = 1e-6
@@ -247,7 +250,8 @@ class DraftSpec:
         num_hidden_layers: L as stated.
         layers: one record per layer that the family builds.
         dtype: the declared dtype, without `torch.`, or None.
-        eagle3, block: options of the families that have them.
+        eagle3, block: options that several families share.
+        options: a frozen dataclass of the family's own, defined in its module, or None.
     """
 
     family: str
@@ -264,6 +268,7 @@ class DraftSpec:
     norm_eps: float = 1e-6
     eagle3: Eagle3Flags | None = None
     block: BlockSpec | None = None
+    options: Any = None
 
     def to_dict(self) -> dict[str, Any]:
         """As the JSON report holds it; unknown values are null."""

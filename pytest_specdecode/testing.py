@@ -30,94 +30,10 @@ __all__ = [
     "write_tiny",
 ]
 
-_TINY: Mapping[str, Mapping[str, Any]] = {
-    "eagle3": {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "attention_bias": False,
-        "vocab_size": 512,
-        "draft_vocab_size": 256,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 4096,
-        "rope_theta": 500000.0,
-        "rope_scaling": None,
-        "torch_dtype": "bfloat16",
-        "eagle_aux_hidden_state_layer_ids": [2, 8, 13],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 8, 13], "use_aux_hidden_state": True},
-        "num_target_layers": 16,
-    },
-    "eagle3-mla": {
-        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
-        "model_type": "kimi_k2",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 48,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 512,
-        "draft_vocab_size": 512,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 4096,
-        "rope_theta": 50000.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 1024,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        "torch_dtype": "bfloat16",
-        "eagle_aux_hidden_state_layer_ids": [2, 30, 58],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58], "use_aux_hidden_state": True},
-        "num_target_layers": 61,
-    },
-    "dflash": {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "vocab_size": 512,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 4096,
-        "rope_theta": 1000000.0,
-        "rope_scaling": None,
-        "is_causal": False,
-        "layer_types": ["full_attention", "full_attention"],
-        "dtype": "bfloat16",
-        "block_size": 8,
-        "num_target_layers": 20,
-        "dflash_config": {"mask_token_id": 511, "target_layer_ids": [1, 9, 17], "block_size": 8},
-    },
-}
-
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     """A small complete `config.json` of `family`, with `changes` at the top level; a change to `...` drops the key."""
-    config: dict[str, Any] = json.loads(json.dumps(_TINY[family]))
+    config: dict[str, Any] = json.loads(json.dumps(_family(family).tiny))
     for key, value in changes.items():
         if value is ...:
             config.pop(key, None)
@@ -274,4 +190,7 @@ def _known_shape(tensor: ExpectedTensor) -> tuple[int, ...]:
 
 
 def _family(name: str) -> Family:
-    return next(family for family in FAMILIES if family.name == name)
+    for family in FAMILIES:
+        if family.name == name:
+            return family
+    raise KeyError(f"no family is called {name!r}; known are {', '.join(family.name for family in FAMILIES)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pytest_specdecode.checks.registry import Context, Inconclusive, check
+from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check
 from pytest_specdecode.families import FAMILIES
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.spec import GQASpec, MLASpec
@@ -146,6 +146,8 @@ def head_arithmetic(context: Context) -> Iterator[Finding]:
     if not spec.layers:
         raise Inconclusive("num_hidden_layers is not stated")
     attention = spec.layers[0].attention
+    if attention is None:
+        raise Skip("this draft's heads have no attention")
     if attention.num_heads is None:
         raise Inconclusive("num_attention_heads is not stated")
     if attention.num_heads < 1:

@@ -141,7 +141,7 @@ def matches_reference(context: Context) -> Iterator[Finding]:
         assert_close(v, truth_v, eager_v, what="V", reduction_sizes=(stack.hidden_size,))
         if stack.value_scale == 1.0:
             # A GEMM over all layers may sum in another order than one per layer, so V is held bit for bit against the stack's own.
-            heads = stack.project(hidden).unflatten(-1, (2, stack.num_kv_heads, stack.head_dim))
+            heads = stack.project(hidden).view(*k.shape[1::-1], 2, stack.num_kv_heads, stack.head_dim)
             assert_exact(v, heads[:, :, 1].transpose(0, 1), what="V")
     except NumericsError as error:
         yield context.fail(

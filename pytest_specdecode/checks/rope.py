@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_specdecode.checks.registry import Context, Inconclusive, check
+from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.spec import RopeSpec
 
@@ -66,7 +66,10 @@ def theta_agrees(context: Context) -> Iterator[Finding]:
 def _ropes(context: Context) -> list[RopeSpec]:
     if not context.spec.layers:
         raise Inconclusive("num_hidden_layers is not stated")
-    return [layer.attention.rope for layer in context.spec.layers]
+    ropes = [layer.attention.rope for layer in context.spec.layers if layer.attention is not None]
+    if not ropes:
+        raise Skip("no layer of this draft has attention, so nothing rotates")
+    return ropes
 
 
 def _target_theta(config: object) -> float | None:

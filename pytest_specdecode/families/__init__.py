@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from pytest_specdecode.checkpoint import Checkpoint, TensorHeader
+from pytest_specdecode.checkpoint import Checkpoint
 from pytest_specdecode.families.base import ExpectedTensor, Family, ReferenceLayer, Signal, open_view
 from pytest_specdecode.families.dflash import DFlash
 from pytest_specdecode.families.draft import Binding, Draft
@@ -30,21 +28,13 @@ FAMILIES: tuple[Family, ...] = (Eagle3(), Eagle3MLA(), DFlash())
 
 def load(checkpoint: Checkpoint) -> Draft:
     """`checkpoint` with its family, spec and bound tensors; where the family is not known, those are None."""
-    recognition = recognise(open_view(checkpoint, _canonical_headers(checkpoint)), FAMILIES)
+    recognition = recognise(checkpoint, FAMILIES)
     family = next((family for family in FAMILIES if family.name == recognition.family), None)
     if family is None:
         return Draft(checkpoint, recognition, None, None, ())
-    headers = {family.canonical(name): header for name, header in checkpoint.tensors.items()}
-    view = open_view(checkpoint, headers)
+    root = open_view(checkpoint).root
+    if not all(family.owns(name, root) for name in checkpoint.tensors):
+        checkpoint.narrow(lambda name: family.owns(name, root))
+    view = open_view(checkpoint, family)
     spec = family.parse(view)
     return Draft(checkpoint, recognition, family, spec, tuple(view.root.faults.values()))
-
-
-def _canonical_headers(checkpoint: Checkpoint) -> Mapping[str, TensorHeader]:
-    """Headers by every name that some family gives them, for recognition."""
-    return {
-        canonical: header
-        for family in FAMILIES
-        for name, header in checkpoint.tensors.items()
-        for canonical in (name, family.canonical(name))
-    }

@@ -77,10 +77,10 @@ class ConfigView:
     """A configuration as a parser sees it.
 
     Attributes:
-        packaging: `plain` or `speculators`.
+        packaging: `plain` or `speculators`; a family whose draft lies inside its target says `embedded` in its spec.
         root: the whole file.
         layer: where the transformer's own fields stand: the root, or a nested layer configuration.
-        tensors: headers by canonical name; empty where there are no weights.
+        tensors: headers by the family's canonical names; empty where there are no weights.
     """
 
     packaging: str
@@ -118,11 +118,13 @@ class Family(ABC):
         name: as in reports, such as `eagle3-mla`.
         title: for people.
         fused_kv: None where the family has a stacked K/V path in some engine, else the reason why it has none.
+        tiny: a small complete `config.json`, from which `testing` writes drafts.
     """
 
     name: str
     title: str
     fused_kv: str | None = None
+    tiny: Mapping[str, Any]
 
     @abstractmethod
     def signals(self, view: ConfigView) -> list[Signal]:
@@ -144,19 +146,38 @@ class Family(ABC):
             LayerBuildError: the spec or a tensor does not allow it.
         """
 
-    def canonical(self, name: str) -> str:
-        """The canonical name of a tensor that is stored as `name`."""
+    def fused_kv_reason(self, spec: DraftSpec) -> str | None:
+        """Why the draft that is `spec` has no stacked K/V path in any engine, or None where it has one."""
+        return self.fused_kv
+
+    def canonical(self, name: str, root: Section | None = None) -> str:
+        """The canonical name of a tensor that is stored as `name`; `root` is the configuration, for names that count layers."""
         return name
 
+    def owns(self, name: str, root: Section) -> bool:
+        """Whether the tensor stored as `name` is the draft's; False for the target's in a checkpoint that holds both."""
+        return True
 
-def open_view(checkpoint: Checkpoint, tensors: Mapping[str, TensorHeader] | None = None) -> ConfigView:
-    """How a parser sees `checkpoint`'s configuration; `tensors` are headers by canonical name."""
+
+def open_view(checkpoint: Checkpoint, family: Family | None = None) -> ConfigView:
+    """How `family`'s parser sees `checkpoint`; without a family, tensors go by the names on disk."""
     root = Section(checkpoint.config, file=checkpoint.path / "config.json")
     packaged = "speculators_model_type" in root
-    layer = root.section("transformer_layer_config") if packaged else root
     return ConfigView(
         packaging="speculators" if packaged else "plain",
         root=root,
-        layer=layer,
-        tensors=checkpoint.tensors if tensors is None else tensors,
+        layer=_layer_section(root, packaged),
+        tensors=checkpoint.tensors
+        if family is None
+        else {family.canonical(name, root): header for name, header in checkpoint.tensors.items()},
     )
+
+
+def _layer_section(root: Section, packaged: bool) -> Section:
+    """Where the transformer's fields stand: nested by speculators, by vLLM's converter (`model`) and by multimodal targets."""
+    if packaged:
+        return root.section("transformer_layer_config")
+    for key in ("model", "text_config"):
+        if isinstance(root.raw(key), Mapping) and "hidden_size" not in root:
+            return root.section(key)
+    return root

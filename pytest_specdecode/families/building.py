@@ -21,6 +21,8 @@ def build_attention(layer: LayerSpec, source: TensorSource) -> Attention:
     prefix = f"layers.{layer.index}.self_attn"
     tensors = source.under(prefix)
     spec = layer.attention
+    if spec is None:
+        raise LayerBuildError(f"layer {layer.index} has no attention")
     try:
         if isinstance(spec, MLASpec):
             return MLAAttention(spec, tensors, norm_eps=layer.norm_eps, norm_kind=layer.norm_kind)
@@ -32,12 +34,13 @@ def build_attention(layer: LayerSpec, source: TensorSource) -> Attention:
 def build_mlp(layer: LayerSpec, source: TensorSource) -> GatedMLP:
     """The gated MLP of `layer`."""
     prefix = f"layers.{layer.index}.mlp"
-    if layer.intermediate_size is None or layer.attention.out_features is None:
+    if layer.intermediate_size is None:
         raise LayerBuildError("is not stated; the MLP's width is unknown", key="intermediate_size")
+    width = _hidden_size(layer)
     try:
         return GatedMLP.from_tensors(
             source.under(prefix),
-            in_features=layer.attention.out_features,
+            in_features=width,
             intermediate_size=layer.intermediate_size,
             hidden_act=layer.hidden_act,
             bias=layer.mlp_bias,
@@ -48,10 +51,9 @@ def build_mlp(layer: LayerSpec, source: TensorSource) -> GatedMLP:
 
 def build_norm(layer: LayerSpec, source: TensorSource, name: str) -> RMSNorm:
     """The norm `name` of `layer`, over its H."""
-    if layer.attention.out_features is None:
-        raise LayerBuildError("is not stated; the norm's width is unknown", key="hidden_size")
+    width = _hidden_size(layer)
     try:
-        weight = take(source.under(name), "weight", (layer.attention.out_features,))
+        weight = take(source.under(name), "weight", (width,))
     except LayerBuildError as error:
         raise _in_layer(error, name) from error
     return RMSNorm(weight, layer.norm_eps, layer.norm_kind)
@@ -78,6 +80,12 @@ def positions_like(states: torch.Tensor) -> torch.Tensor:
     """Positions 0, 1, … for states `[T, H]` or `[B, T, H]`."""
     positions = torch.arange(states.shape[-2], device=states.device)
     return positions if states.ndim == 2 else positions.expand(states.shape[0], -1)
+
+
+def _hidden_size(layer: LayerSpec) -> int:
+    if layer.attention is None or layer.attention.out_features is None:
+        raise LayerBuildError("is not stated; the layer's width is unknown", key="hidden_size")
+    return layer.attention.out_features
 
 
 def _in_layer(error: LayerBuildError, prefix: str) -> LayerBuildError:

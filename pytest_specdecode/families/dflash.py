@@ -33,6 +33,7 @@ from pytest_specdecode.families.base import (
     TensorSource,
 )
 from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, read_vocabulary
+from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.families.tensors import embedding, gqa_tensors, mlp_tensors, norm, vocabulary_tensors
 from pytest_specdecode.spec import BlockSpec, DraftSpec, GQASpec, LayerSpec, Stated, TapsSpec, times
@@ -49,6 +50,30 @@ class DFlash(Family):
 
     name = "dflash"
     title = "DFlash"
+    tiny: Mapping[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "vocab_size": 512,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "is_causal": False,
+        "layer_types": ["full_attention", "full_attention"],
+        "dtype": "bfloat16",
+        "block_size": 8,
+        "num_target_layers": 20,
+        "dflash_config": {"mask_token_id": 511, "target_layer_ids": [1, 9, 17], "block_size": 8},
+    }
 
     def signals(self, view: ConfigView) -> list[Signal]:
         """Label, a top-level `hidden_norm` beside an `fc` with H-wide normed layers, or `dflash_config`."""
@@ -108,7 +133,13 @@ class DFlash(Family):
         """The reference layer."""
         return DFlashLayer(spec, layer, source)
 
-    def canonical(self, name: str) -> str:
+    def fused_kv_reason(self, spec: DraftSpec) -> str | None:
+        """None but for Laguna."""
+        if spec.block is not None and spec.block.variant == "laguna":
+            return "Laguna norms the context anew in every layer, so one stack over all layers does not serve it"
+        return None
+
+    def canonical(self, name: str, root: Section | None = None) -> str:
         """Muse's `encoder.` names and a leading `model.`."""
         name = name.removeprefix("model.")
         for old, new in _ALIASES.items():

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_specdecode.checkpoint import CONFIG_NAME, Checkpoint, TensorHeader
 from pytest_specdecode.errors import CheckpointError, ConfigError, LayerBuildError, printable
-from pytest_specdecode.families.base import ExpectedTensor, Family, ReferenceLayer
+from pytest_specdecode.families.base import ExpectedTensor, Family, ReferenceLayer, open_view
 from pytest_specdecode.families.recognise import Recognition
-from pytest_specdecode.spec import DraftSpec, GQASpec
+from pytest_specdecode.spec import DraftSpec
 
 if TYPE_CHECKING:
     import torch
@@ -131,13 +131,7 @@ class Draft:
     def fused_kv_reason(self) -> str | None:
         """Why this draft has no stacked K/V path, or None where it has one."""
         family, spec = self._known()
-        if family.fused_kv is not None:
-            return family.fused_kv
-        if spec.block is not None and spec.block.variant == "laguna":
-            return "Laguna norms the context anew in every layer, so one stack over all layers does not serve it"
-        if not all(isinstance(layer.attention, GQASpec) for layer in spec.layers):
-            return "its layers hold latents, which the stack of K and V heads does not serve"
-        return None
+        return family.fused_kv_reason(spec)
 
     def fused_kv(
         self,
@@ -205,10 +199,11 @@ class _Source:
 
 def _bind(checkpoint: Checkpoint, family: Family, spec: DraftSpec) -> Binding:
     expected = {tensor.name: tensor for tensor in family.tensors(spec)}
+    root = open_view(checkpoint).root
     stored: dict[str, str] = {}
     twice: list[tuple[str, str]] = []
     for name in checkpoint.tensors:
-        canonical = family.canonical(name)
+        canonical = family.canonical(name, root)
         if canonical in stored:
             twice.append((name, canonical))
         else:

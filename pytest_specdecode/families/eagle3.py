@@ -29,7 +29,7 @@ from pytest_specdecode.families.base import (
     TensorSource,
 )
 from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, read_vocabulary
-from pytest_specdecode.families.config import MAX_LAYERS
+from pytest_specdecode.families.config import MAX_LAYERS, Section
 from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.families.tensors import (
     bias,
@@ -71,6 +71,29 @@ class Eagle3(Family):
     name = "eagle3"
     title = "EAGLE3 (Llama style)"
     fused_kv = "an EAGLE3 draft computes the K/V of its own steps; no engine stacks them over layers"
+    tiny: Mapping[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "vocab_size": 512,
+        "draft_vocab_size": 256,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+        "torch_dtype": "bfloat16",
+        "eagle_aux_hidden_state_layer_ids": [2, 8, 13],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 8, 13], "use_aux_hidden_state": True},
+        "num_target_layers": 16,
+    }
 
     def signals(self, view: ConfigView) -> list[Signal]:
         """Label, 2H-wide q_proj under an `fc`, or EAGLE3's own keys."""
@@ -92,7 +115,7 @@ class Eagle3(Family):
         """The reference layer."""
         return Eagle3Layer(spec, layer, source)
 
-    def canonical(self, name: str) -> str:
+    def canonical(self, name: str, root: Section | None = None) -> str:
         """`midlayer.`, a leading `model.` and the legacy names of heads and tap norms."""
         return canonical_eagle3(name)
 
@@ -312,7 +335,7 @@ def eagle3_tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
         yield norm(f"{prefix}.input_layernorm", hidden, layer.index)
         if isinstance(layer.attention, MLASpec):
             yield from mla_tensors(layer, layer.attention)
-        else:
+        elif layer.attention is not None:
             yield from gqa_tensors(layer, layer.attention)
         yield norm(f"{prefix}.post_attention_layernorm", hidden, layer.index)
         yield from mlp_tensors(layer, hidden)

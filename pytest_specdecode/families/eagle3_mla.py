@@ -8,9 +8,12 @@ Sources: SGLang `srt/models/kimi_k25_eagle3.py`, vLLM `deepseek_eagle3.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
+from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.eagle3 import (
     Eagle3Layer,
     canonical_eagle3,
@@ -33,6 +36,40 @@ class Eagle3MLA(Family):
     fused_kv = (
         "an EAGLE3-MLA draft has one layer and interleaved RoPE on a latent; no engine has a stacked K/V path for it"
     )
+    tiny: Mapping[str, Any] = {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "kimi_k2",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 512,
+        "draft_vocab_size": 512,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "rope_theta": 50000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "torch_dtype": "bfloat16",
+        "eagle_aux_hidden_state_layer_ids": [2, 30, 58],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58], "use_aux_hidden_state": True},
+        "num_target_layers": 61,
+    }
 
     def signals(self, view: ConfigView) -> list[Signal]:
         """Label, 2H-wide q_a_proj under an `fc`, or EAGLE3's keys beside `kv_lora_rank`."""
@@ -54,7 +91,7 @@ class Eagle3MLA(Family):
         """The reference layer."""
         return Eagle3Layer(spec, layer, source)
 
-    def canonical(self, name: str) -> str:
+    def canonical(self, name: str, root: Section | None = None) -> str:
         """As EAGLE3."""
         return canonical_eagle3(name)
 

@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pytest_specdecode.families.base import ConfigView, Family, Signal, SignalKind
+from pytest_specdecode.checkpoint import Checkpoint
+from pytest_specdecode.families.base import ConfigView, Family, Signal, SignalKind, open_view
 
 #: From the signals that settle a family to those that only suggest one.
 KINDS: tuple[SignalKind, ...] = ("label", "tensors", "keys")
@@ -56,9 +57,11 @@ class Recognition:
         return found
 
 
-def recognise(view: ConfigView, families: Sequence[Family]) -> Recognition:
-    """The family of the checkpoint that `view` shows, among `families`."""
-    signals = [signal for family in families for signal in family.signals(view)] + _by_name_only(view)
+def recognise(checkpoint: Checkpoint, families: Sequence[Family]) -> Recognition:
+    """The family of `checkpoint`, among `families`."""
+    signals = [signal for family in families for signal in family.signals(open_view(checkpoint, family))]
+    read = {family.name for family in families}
+    signals += [signal for signal in _by_name_only(open_view(checkpoint)) if signal.family not in read]
     signals.sort(key=lambda signal: KINDS.index(signal.kind))
     named = _named(signals)
     strongest = next((named[kind] for kind in KINDS if named[kind]), [])

@@ -37,8 +37,7 @@ class Reporter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the result of one check; a later run of the same check replaces it."""
-        found = result_of(report)
-        if found is None or report.when != "call":
+        if (found := result_of(report)) is None:
             return
         path, result = found
         self._results.setdefault(path, {})[result.id] = result

@@ -6,6 +6,7 @@ report file that is not written, not whole, or not valid JSON.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -62,6 +63,11 @@ def invented(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def cannot_say(context: Context) -> Iterator[Finding]:
         raise Inconclusive("the evidence is thin")
         yield
+
+    @check("made.up-ages", title="ages", why="", anywhere=True)
+    def ages(context: Context) -> Iterator[Finding]:
+        warnings.warn("a library's own affair", DeprecationWarning, stacklevel=1)
+        yield from ()
 
     @check("made.up-elsewhere", title="elsewhere", why="", families=("eagle3",))
     def elsewhere(context: Context) -> Iterator[Finding]:
@@ -120,6 +126,10 @@ def test_a_warning_passes_and_is_shown_in_full(run: Run) -> None:
             "    fix:   write three",
         ]
     )
+
+
+def test_a_deprecation_in_a_library_is_no_fault_of_the_draft(run: Run) -> None:
+    run("--draft-checks=made.up-ages", "-W", "error").assert_outcomes(passed=1)
 
 
 def test_a_defect_of_a_check_is_one_failure_and_says_so(run: Run) -> None:

@@ -331,6 +331,15 @@ def test_what_is_printed_makes_the_same_input(inputs):
 PLAIN = Stack(configs=[LayerConfig(num_heads=2, num_kv_heads=2, head_dim=4, hidden_size=6)] * 2)
 
 
+@pytest.mark.parametrize(("norm_kind", "added"), [("rms", 0.0), ("gemma", 1.0)])
+def test_the_launcher_is_given_what_the_layers_multiply_by(norm_kind, added):
+    configs = [PLAIN.configs[0].changed(norm_kind=norm_kind, norm_eps=eps) for eps in (0.5, 0.25)]
+    inputs = KernelInput(stack=Stack(configs=configs), tokens=1)
+    stored = torch.stack([layer.self_attn.k_norm.weight for layer in inputs.stack.layers])
+    assert torch.equal(inputs.k_norm_weight, stored + added)
+    assert inputs.eps.tolist() == [0.5, 0.25]
+
+
 @pytest.mark.parametrize("kind", POSITION_KINDS)
 def test_positions_of_every_kind_are_of_that_kind(kind):
     inputs = KernelInput(stack=PLAIN, tokens=9, positions_kind=kind, seed=4)

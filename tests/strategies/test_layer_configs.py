@@ -100,7 +100,7 @@ def test_every_scaling_is_drawn(rope_type):
 ARGUMENTS = {
     "num_heads": 6,
     "num_kv_heads": 2,
-    "head_dim": 20,
+    "head_dim": 6,
     "rotary_dim": 12,
     "hidden_size": 7,
     "rope_theta": 1234.5,
@@ -125,6 +125,7 @@ def test_an_argument_is_heeded(name, as_strategy):
         assert getattr(config, name) == value
         assert config.num_heads % config.num_kv_heads == 0
         assert config.rotary_dim <= config.head_dim
+        assert config.rotary_dim % 2 == 0
 
     check()
 
