@@ -33,16 +33,6 @@ MEANING: dict[str, str] = {
     "quantization": "quantisation of the projections",
 }
 
-#: Axes whose difference an engine does not answer like a difference of sizes.
-_FAULTS: dict[str, str] = {
-    "rope-style": "fused-kv-rope-style",
-    "rope-theta": "fused-kv-rope-table",
-    "rope-scaling": "fused-kv-rope-table",
-    "bias": "fused-kv-bias",
-    "value-scale": "fused-kv-value-scale",
-    "quantization": "fused-kv-quantization",
-}
-
 
 def axis_check(axis: str) -> Callable[[Context], Iterator[Finding]]:
     """The check of one axis: every layer that breaks it, in one finding."""
@@ -63,7 +53,7 @@ def axis_check(axis: str) -> Callable[[Context], Iterator[Finding]]:
             got=first.got,
             due=first.expected,
             fix="give every layer the same, or serve the draft layer by layer",
-            fault=_FAULTS.get(axis, "fused-kv-mismatch"),
+            fault=f"fused-kv-{axis}",
         )
 
     return run
@@ -196,13 +186,15 @@ def _layer_facts(context: Context, spec: DraftSpec, layer: LayerSpec) -> LayerFa
         return None if header is None or not header.shape else header.shape
 
     q, k, v, norm = (shape(f"{name}.weight") for name in ("q_proj", "k_proj", "v_proj", "k_norm"))
+    joined = shape("qkv_proj.weight") if attention.fused_qkv else None
+    stem = "k_proj" if joined is None else "qkv_proj"
     head_dim = attention.head_dim
-    if norm is not None and len(norm) == 1 and k is not None and norm != (k[0],):
+    if norm is not None and len(norm) == 1 and (joined is not None or (k is not None and norm != (k[0],))):
         head_dim = norm[0]
     kv_heads = attention.num_kv_heads
     if k is not None and head_dim:
         kv_heads = k[0] // head_dim
-    weight = context.draft.header(f"{prefix}.k_proj.weight")
+    weight = context.draft.header(f"{prefix}.{stem}.weight")
     stored = context.draft.checkpoint.has_weights
     # A layer whose projection is not in the weights says nothing of its own; weights.missing reports it.
     held = weight is not None
@@ -213,17 +205,18 @@ def _layer_facts(context: Context, spec: DraftSpec, layer: LayerSpec) -> LayerFa
         is_neox_style=attention.rope.is_neox_style,
         rope_theta=attention.rope.theta,
         rope_scaling=normal_scaling({**attention.rope.scaling, "rope_type": attention.rope.rope_type}),
-        hidden_size=k[1] if k is not None and len(k) == 2 else attention.in_features,
+        hidden_size=next((found[1] for found in (k, joined) if found is not None and len(found) == 2), attention.in_features),
         dtype=weight.dtype if weight is not None and weight.dtype in _PLAIN else None,
-        bias=(shape("k_proj.bias") is not None if held else None) if stored else attention.qkv_bias,
+        bias=(shape(f"{stem}.bias") is not None if held else None) if stored else attention.qkv_bias,
         k_norm=(_norm_place(norm, head_dim) if held else None) if stored else _NORM_PLACE[attention.qk_norm],
         norm_kind=layer.norm_kind,
         v_head_dim=None if v is None or not kv_heads else v[0] // kv_heads,
         value_scale=attention.value_scale,
         q_size=q[0] if q is not None else _product(attention.num_heads, head_dim),
-        quantization=_quantization(context, prefix),
+        quantization=_quantization(context, f"{prefix}.{stem}"),
         norm_eps=layer.norm_eps,
         k_norm_width=None if norm is None else norm[0],
+        qkv_rows=None if joined is None else joined[0],
     )
 
 
@@ -237,14 +230,14 @@ def _norm_place(norm: tuple[int, ...] | None, head_dim: int | None) -> str:
     return "per-head" if head_dim is None or norm == (head_dim,) else "whole"
 
 
-def _quantization(context: Context, prefix: str) -> str | None:
-    """The method, where this layer's K projection is stored in a form that is not plain."""
+def _quantization(context: Context, stem: str) -> str | None:
+    """The method, where the projection `stem` that holds this layer's K is stored in a form that is not plain."""
     binding = context.draft.binding
     names = () if binding is None else binding.stored
     packed = [
-        name for name in names if name.startswith(f"{prefix}.k_proj.") and not name.endswith((".weight", ".bias"))
+        name for name in names if name.startswith(f"{stem}.") and not name.endswith((".weight", ".bias"))
     ]
-    header = context.draft.header(f"{prefix}.k_proj.weight")
+    header = context.draft.header(f"{stem}.weight")
     if not packed and (header is None or header.dtype in _PLAIN):
         return None
     config: Any = context.draft.checkpoint.config.get("quantization_config")

@@ -13,6 +13,7 @@ _K25 = "srt/models/kimi_k25_eagle3.py"
 _FKV = "kernels/ops/speculative/fused_kv_materialize.py"
 _WORKER = "srt/speculative/dflash_worker_v2.py"
 _DFLASH = "srt/speculative/dflash_utils.py"
+_FALLBACK = "DFLASH fused KV initialization failed, falling back to sequential path"
 
 
 def _is_dflash(spec: DraftSpec) -> bool:
@@ -106,13 +107,21 @@ ENGINE = Engine(
         "mask-token-range": stops("DFLASH mask_token_id is outside the target vocab size", _WORKER),
         "block-size-missing": falls_back("takes 16 with a warning", "srt/arg_groups/speculative_hook.py"),
         "block-size-disagrees": serves_wrong("dflash_config wins over the top level", _DFLASH),
-        "fused-kv-mismatch": falls_back(
-            "DFLASH fused KV initialization failed, falling back to sequential path", _WORKER
-        ),
+        "fused-kv-num-kv-heads": falls_back(_FALLBACK, _WORKER),
+        "fused-kv-head-dim": falls_back(_FALLBACK, _WORKER),
+        "fused-kv-rotary-dim": falls_back(_FALLBACK, _WORKER),
+        "fused-kv-rope-style": falls_back("non-neox RoPE is not supported for fused KV path", _WORKER),
+        "fused-kv-rope-theta": serves_wrong("uses layer 0's cos/sin table for every layer", _FKV),
+        "fused-kv-rope-scaling": serves_wrong("uses layer 0's cos/sin table for every layer", _FKV),
+        "fused-kv-hidden-size": falls_back(_FALLBACK, _WORKER),
+        "fused-kv-dtype": fine("stacking promotes to the wider dtype: right, twice the memory and slower", _FKV),
         "fused-kv-bias": falls_back("qkv bias is not supported for fused KV path", _WORKER),
-        "fused-kv-rope-table": serves_wrong("uses layer 0's cos/sin table for every layer", _FKV),
+        "fused-kv-k-norm": stops("the layer-by-layer path needs k_norm as well: AttributeError", _WORKER),
+        "fused-kv-norm-kind": serves_wrong("multiplies by w where 1 + w is meant", _FKV),
+        "fused-kv-v-head-dim": serves_wrong("cuts V as wide as K: the rows are split in the wrong place", _FKV),
         "fused-kv-value-scale": serves_wrong("the fused path has no value scale", _FKV),
-        "fused-kv-norm-eps": fine("takes an eps per layer", _FKV),
+        "fused-kv-q-size": serves_wrong("cuts K and V from inside the rows of Q", _FKV),
         "fused-kv-quantization": falls_back("quantized qkv_proj is not supported for this path", _WORKER),
+        "fused-kv-norm-eps": fine("takes an eps per layer", _FKV),
     },
 )

@@ -5,12 +5,13 @@ Read from the wheel `vllm` 0.33.0 and from the project's issues and pull request
 
 from __future__ import annotations
 
-from pytest_specdecode.engines.base import Engine, fine, serves_wrong, stops
+from pytest_specdecode.engines.base import Engine, falls_back, fine, serves_wrong, stops
 from pytest_specdecode.findings import Outcome
 from pytest_specdecode.spec import DraftSpec
 
 _EAGLE3 = "model_executor/models/llama_eagle3.py"
 _DFLASH = "model_executor/models/qwen3_dflash.py"
+_SAME_ATTENTION = "All layers must have the same attn config for DFlash precomputation"
 
 
 def _theta_missing(spec: DraftSpec) -> Outcome:
@@ -41,17 +42,28 @@ ENGINE = Engine(
         "tensor-shape": stops("the loader's shape assertion"),
         "fc-width": stops("the loader's shape assertion"),
         "bias-dropped": _bias_dropped,
+        "mask-hidden-missing": stops(
+            "mask_hidden not found in weights but model is configured for parallel drafting. "
+            "Please provide mask_hidden in the weights.",
+            _EAGLE3,
+        ),
+        "parallel-mask-token-missing": stops("ValueError where no key states a mask token", "v1/worker/gpu/spec_decode"),
         "nan": serves_wrong("NaN spreads through every head that reads the tensor"),
         "degenerate": serves_wrong("serves what the tensor gives"),
         "theta-missing": _theta_missing,
-        "fused-kv-mismatch": stops("All layers must have the same attn config for DFlash precomputation", _DFLASH),
+        "fused-kv-num-kv-heads": stops(_SAME_ATTENTION, _DFLASH),
+        "fused-kv-head-dim": stops(_SAME_ATTENTION, _DFLASH),
+        "fused-kv-rotary-dim": serves_wrong(
+            "uses layer 0's cos/sin table for every layer; rotary_dim is not compared", _DFLASH
+        ),
         "fused-kv-rope-style": stops(
             "All layers must have the same RoPE parameters for DFlash precomputation", _DFLASH
         ),
-        "fused-kv-rope-table": serves_wrong("uses layer 0's cos/sin table for every layer", _DFLASH),
+        "fused-kv-rope-theta": serves_wrong("uses layer 0's cos/sin table for every layer", _DFLASH),
+        "fused-kv-rope-scaling": serves_wrong("uses layer 0's cos/sin table for every layer", _DFLASH),
         "fused-kv-bias": serves_wrong("uses a bias only where layer 0 has one", _DFLASH),
         "fused-kv-value-scale": serves_wrong("multiplies every layer by layer 0's scale", _DFLASH),
         "fused-kv-norm-eps": serves_wrong("norms every layer with layer 0's eps", _DFLASH),
-        "fused-kv-quantization": fine("projects layer by layer where weights are quantised", _DFLASH),
+        "fused-kv-quantization": falls_back("projects layer by layer where weights are quantised", _DFLASH),
     },
 )

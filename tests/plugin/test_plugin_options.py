@@ -135,8 +135,8 @@ def test_ini_twins_work_in_pyproject(run: Run, pytester: pytest.Pytester, dflash
 
 
 def test_the_command_line_goes_before_the_ini_file(run: Run, pytester: pytest.Pytester, eagle3: Path) -> None:
-    pytester.makeini(f"[pytest]\ndraft_model = {eagle3}\ndraft_checks = weights\ndraft_engine = nonsense")
-    result = run("--draft-checks=rope", "--draft-engine=vllm")
+    pytester.makeini(f"[pytest]\ndraft_model = {eagle3}\ndraft_checks = weights\ndraft_device = tpu\ndraft_target = no")
+    result = run("--draft-checks=rope", "--draft-device=cpu", f"--draft-target={eagle3}")
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["draft: dflash-tiny: *"])
     result.stdout.no_fnmatch_line("draft: eagle3*")

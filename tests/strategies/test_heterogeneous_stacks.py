@@ -157,20 +157,23 @@ FOLLOW = {
 }
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
-@given(heterogeneous_stacks(max_layers=4))
-def test_one_layer_differs_in_one_axis(broken):
-    configs = list(broken.stack.configs)
-    odd = configs.pop(broken.odd_layer)
-    shared = configs[0]
-    assert all(config == shared for config in configs)
-    differing = {
-        field.name
-        for field in dataclasses.fields(LayerConfig)
-        if getattr(odd, field.name) != getattr(shared, field.name)
-    }
-    assert differing
-    assert differing <= {broken.axis.replace("-", "_")} | FOLLOW.get(broken.axis, set())
+@pytest.mark.parametrize("axis", [*AXES, *SOFT_AXES])
+def test_one_layer_differs_in_one_axis(axis):
+    @settings(deadline=None, max_examples=20, derandomize=True)
+    @given(heterogeneous_stacks(axis=axis, max_layers=4))
+    def check(broken):
+        configs = list(broken.stack.configs)
+        odd = configs.pop(broken.odd_layer)
+        assert all(config == configs[0] for config in configs)
+        differing = {
+            field.name
+            for field in dataclasses.fields(LayerConfig)
+            if getattr(odd, field.name) != getattr(configs[0], field.name)
+        }
+        assert differing
+        assert differing <= {axis.replace("-", "_")} | FOLLOW.get(axis, set())
+
+    check()
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)

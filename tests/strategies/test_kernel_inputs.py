@@ -44,7 +44,7 @@ FEW_NUMBERS = {
 # --- the right kernel -------------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=120, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(kernel_inputs())
 def test_launcher_equals_float64(inputs):
     arguments = inputs.launch_arguments
@@ -59,7 +59,7 @@ def test_launcher_equals_float64(inputs):
         check_launcher(arguments, outputs["k_out"].tensor, outputs["v_out"].tensor)
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(kernel_inputs())
 def test_path_equals_the_reference_on_every_homogeneous_stack(inputs):
     stack = inputs.stack
