@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pytest_specdecode import DraftError, FusedKV
 from pytest_specdecode.numerics import assert_close
-from pytest_specdecode.strategies import heterogeneous_stacks
+from pytest_specdecode.strategies import heterogeneous_stacks, homogeneous_stacks, kernel_inputs
 
 
 def test_the_draft_is_the_one_we_trained(draft_spec):
@@ -20,6 +20,12 @@ def test_the_draft_is_the_one_we_trained(draft_spec):
     assert draft_spec.family == "dflash"
     assert draft_spec.taps.ids == (1, 9, 17)
     assert draft_spec.block.block_size == 8
+
+
+def test_a_layer_drafts_something(draft_layers):
+    """The layers in eager torch, on inputs of their own making."""
+    for layer in draft_layers:
+        assert layer.prefill(layer.probe(tokens=7, seed=0)).isfinite().all()
 
 
 @given(seed=st.integers(0, 2**16), tokens=st.integers(1, 6))
@@ -52,3 +58,13 @@ def test_our_engine_refuses_uneven_heads(broken):
     with pytest.raises(DraftError) as caught:
         FusedKV(stack.layers, stack.rotary_emb, stack.num_kv_heads, stack.head_dim, "cpu")
     assert (caught.value.axis, caught.value.layer) == (broken.axis, broken.layer)
+
+
+@given(data=st.data(), stack=homogeneous_stacks())
+@settings(deadline=None, max_examples=10)
+def test_our_engine_serves_the_rest(data, stack):
+    """Whatever agrees in every axis must be accepted, and V must come out as projected."""
+    inputs = data.draw(kernel_inputs(stack=stack, min_tokens=1, max_tokens=4))
+    path = stack.build(FusedKV)
+    k, v = path.compute(inputs.ctx_hidden, inputs.positions)
+    assert k.shape == v.shape == (len(stack.layers), len(inputs.positions), stack.num_kv_heads, stack.head_dim)

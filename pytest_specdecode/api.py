@@ -27,9 +27,10 @@ def open_draft(path: Path) -> Draft:
         UnknownFamilyError: no family, or several, are recognised.
     """
     checkpoint = Checkpoint.open(path)
+    draft = families.load(checkpoint)
+    # Only now: a draft inside its target needs no more of the shards than hold it.
     for fault in (*checkpoint.faults, *checkpoint.index_faults):
         raise fault
-    draft = families.load(checkpoint)
     if draft.spec is None:
         evidence = draft.recognition.evidence()
         named = ", ".join(sorted(evidence)) or "none"

@@ -65,6 +65,10 @@ class LayerBuildError(DraftError, ValueError):
     """A layer cannot be built from what the spec and the checkpoint hold."""
 
 
+class NoReferenceError(LayerBuildError):
+    """This library has no reference forward for such a layer; nothing is said of the draft."""
+
+
 class MissingDependencyError(DraftError, ImportError):
     """An optional package is needed for what was asked."""
 

@@ -342,7 +342,8 @@ def _row_errors(error: Tensor, size: Tensor, tiny: float) -> Tensor:
 
 def _distinct(truth: Tensor) -> int:
     """How many different numbers there are, as far as a quick look tells."""
-    return int(truth.flatten()[: 1 << 14].unique().numel())
+    numbers: Tensor = torch.unique(truth.flatten()[: 1 << 14])
+    return numbers.numel()
 
 
 def _axis_names(axes: Sequence[str], ndim: int) -> tuple[str, ...]:

@@ -81,6 +81,12 @@ class GQASpec:
         fused_qkv: q, k and v are stored as one `qkv_proj`, rows in that order.
         qkv_bias, o_bias: whether the projections have a bias, as the config says.
         sliding_window: tokens that a query sees, itself included, or None for all.
+        output_gate: the heads' outputs are multiplied by softplus of `g_proj`: one factor per head, or one per lane (Laguna).
+        target_kv: the context has projections of its own, `k_proj_target` and `v_proj_target` (DFlare).
+        q_gate: q_proj gives, head by head, a query and a gate of the same width; the head's output is multiplied by the gate's sigmoid.
+        k_eq_v: V is the K projection before its norm; there is no v_proj.
+        v_norm: a norm without a weight over each V head.
+        scaling: factor on the scores; None for `head_dim ** -0.5`.
     """
 
     num_heads: Extent
@@ -95,6 +101,12 @@ class GQASpec:
     sliding_window: Extent = None
     value_scale: float = 1.0
     fused_qkv: bool = False
+    output_gate: Literal["per-head", "per-element"] | None = None
+    target_kv: bool = False
+    q_gate: bool = False
+    k_eq_v: bool = False
+    v_norm: bool = False
+    scaling: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +135,43 @@ class MLASpec:
         return plus(self.qk_nope_head_dim, self.qk_rope_head_dim)
 
 
+#: What a sliding window of W hides from a drafted block whose row r stands at position a + r: `row` leaves |q - k| < W, `row-inclusive`
+#: |q - k| <= W, and `anchor` leaves every row the context from a - W on and never cuts the block itself.
+WindowReading = Literal["row", "row-inclusive", "anchor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """A mixture of experts in the place of a layer's MLP.
+
+    Attributes:
+        num_experts: routed experts.
+        top_k: experts that one token goes to.
+        intermediate_size: width of one routed expert.
+        shared_intermediate_size: width of the shared experts together; None without any.
+        scoring: what turns router logits into scores.
+        norm_topk_prob: the weights of the chosen experts are divided by their sum.
+        routed_scaling_factor: factor on those weights after that.
+        n_group, topk_group: experts lie in `n_group` groups, and only the best `topk_group` of them are chosen from.
+        correction_bias: the choice, not the weight, adds `e_score_correction_bias` (DeepSeek-V3's balance without a loss).
+        shared_gate: the shared expert's output is multiplied by a sigmoid gate per token (Qwen).
+        fused_experts: experts are stored as `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I].
+    """
+
+    num_experts: Extent
+    top_k: Extent
+    intermediate_size: Extent
+    shared_intermediate_size: Extent = None
+    scoring: Literal["sigmoid", "softmax"] = "softmax"
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    correction_bias: bool = False
+    shared_gate: bool = False
+    fused_experts: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """One draft layer, or one head of a draft that is made of heads.
@@ -132,8 +181,10 @@ class LayerSpec:
         attention: None for a head without attention (Medusa, Hydra, an MLP speculator's stage).
         layer_type: `full_attention` or `sliding_attention`.
         is_causal: whether rows of one block may only look back; None where the file does not say.
+        moe: the experts where the layer has them instead of one MLP.
         norm_eps: epsilon of every norm of the layer.
         norm_kind: `rms` (multiply by w) or `gemma` (multiply by 1 + w).
+        window_reading: for a block-drafting layer, what its sliding window means, as the packaging's own code trained it; else None.
     """
 
     index: int
@@ -145,6 +196,8 @@ class LayerSpec:
     norm_kind: Literal["rms", "gemma"] = "rms"
     layer_type: str = "full_attention"
     is_causal: bool | None = None
+    moe: MoESpec | None = None
+    window_reading: WindowReading | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +280,8 @@ class BlockSpec:
         is_causal: as stated for the whole draft, or None.
         sample_from_anchor: whether row 0 already drafts, or None.
         variant: `dflash`, `laguna`, …
+        input_embedding_scale: factor on the target's embeddings of a block.
+        output_multiplier, final_logit_softcapping: what the logits pass through, in this order; None: no cap.
     """
 
     block_size: Extent = None
@@ -236,6 +291,9 @@ class BlockSpec:
     is_causal: bool | None = None
     sample_from_anchor: bool | None = None
     variant: str = "dflash"
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +305,8 @@ class DraftSpec:
         architectures: as stated, strings only.
         model_type: of the layers (inside a nested layer config where the packaging has one).
         hidden_size, target_hidden_size: H and Ht (Ht = H where the file does not say otherwise).
-        num_hidden_layers: L as stated.
+        num_hidden_layers: L as stated: layers, or heads of a draft that is made of heads.
+        layer_key: the key that states it.
         layers: one record per layer that the family builds.
         dtype: the declared dtype, without `torch.`, or None.
         eagle3, block: options that several families share.
@@ -261,6 +320,7 @@ class DraftSpec:
     hidden_size: Extent = None
     target_hidden_size: Extent = None
     num_hidden_layers: Extent = None
+    layer_key: str = "num_hidden_layers"
     layers: tuple[LayerSpec, ...] = ()
     vocabulary: VocabularySpec = VocabularySpec(vocab_size=None)
     taps: TapsSpec = TapsSpec()

@@ -57,7 +57,7 @@ def random_tensors(
     """The required tensors of `config`, filled from `seed`, by canonical name.
 
     Matrices are normal with deviation 1 / sqrt(columns), norms lie around one, `d2t` is a random increasing map in offset form and `t2d`
-    its image.
+    its image; other integers are token ids, each once.
     """
     import torch
 
@@ -70,6 +70,9 @@ def random_tensors(
         shape = _known_shape(tensor)
         if tensor.name == "d2t":
             found |= _vocabulary_maps(spec, generator)
+            continue
+        if tensor.kind == "int":
+            found[tensor.name] = _token_ids(spec, shape, generator)
             continue
         values = torch.randn(shape, generator=generator)
         values = 1 + values / 10 if len(shape) == 1 else values / math.sqrt(shape[-1])
@@ -168,6 +171,15 @@ def write_sparse(
 def _save(save_file: Callable[..., None], tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     save_file(dict(tensors), file, metadata={"format": "pt"})
     file.chmod(0o644)
+
+
+def _token_ids(spec: DraftSpec, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Different target ids: all of them in some order, or some of them rising."""
+    import torch
+
+    count = math.prod(shape)
+    order = torch.randperm(spec.vocabulary.vocab_size or count, generator=generator)[:count]
+    return (order if count == spec.vocabulary.vocab_size else order.sort().values).view(shape)
 
 
 def _vocabulary_maps(spec: DraftSpec, generator: torch.Generator) -> dict[str, torch.Tensor]:

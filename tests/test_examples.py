@@ -57,12 +57,12 @@ def test_a_users_test_file_passes_on_the_draft(pytester: pytest.Pytester) -> Non
     pytester.copy_example(str(EXAMPLES / "test_my_draft.py"))
     model = EXAMPLES / "checkpoints" / "dflash-tiny"
     result = pytester.runpytest_subprocess(f"--draft-model={model}", "test_my_draft.py", "--draft-checks=config")
-    result.assert_outcomes(passed=4 + 5, skipped=2)
+    result.assert_outcomes(passed=6 + 5, skipped=2)
 
 
 def test_a_users_test_file_skips_without_a_draft(pytester: pytest.Pytester) -> None:
     """Only what asks for a draft; the engine's test needs none."""
     pytester.copy_example(str(EXAMPLES / "test_my_draft.py"))
     result = pytester.runpytest_subprocess("test_my_draft.py", "-rs")
-    result.assert_outcomes(passed=1, skipped=3)
+    result.assert_outcomes(passed=2, skipped=4)
     result.stdout.fnmatch_lines(["*no draft model: give one with --draft-model=DIR*"])

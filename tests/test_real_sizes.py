@@ -158,4 +158,6 @@ def test_checks_of_headers_cost_the_same_at_any_size(tmp_path: Path, name: str) 
     assert len(found["statuses"]) > 30
     # Zeros in the maps are a fault that a check of values may name; the headers themselves are sound.
     unsound = {id for id, status in found["statuses"].items() if status not in ("passed", "skipped")}
-    assert unsound <= {"vocabulary.d2t", "vocabulary.t2d"}, found["text"]
+    assert unsound <= {"vocabulary.d2t", "vocabulary.t2d", "taps.range"}, found["text"]
+    # Published heads do not state the target's depth, and without it a range cannot be judged.
+    assert found["statuses"]["taps.range"] in ("passed", "inconclusive")

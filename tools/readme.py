@@ -34,9 +34,15 @@ def checks() -> str:
 
 
 def families() -> str:
-    """One line per family."""
-    lines = ["| family | is | stacked K/V path |", "|---|---|---|"]
-    lines += [f"| `{item.name}` | {item.title} | {'yes' if item.fused_kv is None else 'none'} |" for item in FAMILIES]
+    """One line per family: its packagings, and the checks that not every family has."""
+    lines = ["| family | is | packagings | checked beside what all are |", "|---|---|---|---|"]
+    for family in FAMILIES:
+        own = [f"`{id}`" for id, item in REGISTRY.items() if item.families is not None and family.name in item.families]
+        if family.fused_kv is None:
+            own.append("`fused-kv`")
+        lines.append(
+            f"| `{family.name}` | {family.title} | {', '.join(family.packagings)} | {', '.join(own) or 'nothing'} |"
+        )
     return "\n".join(lines)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check
+from pytest_specdecode.checks.registry import NO_LAYERS, Context, Inconclusive, Skip, check
 from pytest_specdecode.families import FAMILIES
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.spec import GQASpec, MLASpec
@@ -26,7 +25,15 @@ def family(context: Context) -> Iterator[Finding]:
     if not draft.checkpoint.config and draft.checkpoint.faults:
         raise Inconclusive(f"the configuration cannot be read: {draft.checkpoint.faults[0]}")
     found = draft.recognition
-    if found.disagreement:
+    if found.is_template:
+        yield context.fail(
+            "every size is null: a template, not a configuration",
+            where="config.json: hidden_size",
+            got=None,
+            due="the sizes of a draft",
+            fix="export the draft; the exporter fills the template in from the model",
+        )
+    elif found.disagreement:
         yield context.fail(
             f"signals name more than one family: {', '.join(found.disagreement)}",
             where="config.json",
@@ -102,12 +109,16 @@ def architectures(context: Context) -> Iterator[Finding]:
 def num_hidden_layers(context: Context) -> Iterator[Finding]:
     """Stated against stored layers; a latent EAGLE3 has one."""
     spec = context.spec
-    where = "config.json: num_hidden_layers"
+    where = f"config.json: {spec.layer_key}"
     stated = spec.num_hidden_layers
     held = sorted(_stored_layers(context))
     if stated is None:
-        raise Inconclusive("num_hidden_layers is not stated")
-    if held and held != list(range(stated)):
+        raise Inconclusive(f"{spec.layer_key} is not stated")
+    if stated == 0:
+        yield context.fail(
+            "a draft has at least one layer", where=where, got=0, due=max(1, len(held)), fault="layer-count"
+        )
+    elif held and held != list(range(stated)) and held != _layers_with_tensors(context):
         yield context.fail(
             f"{stated} layers are declared, the weights hold {len(held)}: {_ranges(held)}",
             where=where,
@@ -116,9 +127,10 @@ def num_hidden_layers(context: Context) -> Iterator[Finding]:
             fix="state the number of layers that the file holds",
             fault="layer-count",
         )
-    elif spec.family == "eagle3-mla" and stated != 1:
+    elif spec.family in ("eagle3-mla", "eagle4") and stated != 1:
+        kind = "a latent EAGLE3" if spec.family == "eagle3-mla" else "an EAGLE-4"
         yield context.fail(
-            f"{stated} layers; a latent EAGLE3 draft has one",
+            f"{stated} layers; {kind} draft has one",
             where=where,
             got=stated,
             due=1,
@@ -144,7 +156,7 @@ def head_arithmetic(context: Context) -> Iterator[Finding]:
     """Counts and widths of the first layer's heads, and rows of q against columns of o, k against v."""
     spec = context.spec
     if not spec.layers:
-        raise Inconclusive("num_hidden_layers is not stated")
+        raise Inconclusive(NO_LAYERS)
     attention = spec.layers[0].attention
     if attention is None:
         raise Skip("this draft's heads have no attention")
@@ -161,12 +173,13 @@ def head_arithmetic(context: Context) -> Iterator[Finding]:
         prefix = f"layers.{layer.index}.self_attn"
         rows = {name: _extent(context, f"{prefix}.{name}_proj.weight", 0) for name in ("q", "k", "v")}
         columns = _extent(context, f"{prefix}.o_proj.weight", 1)
-        if isinstance(attention, GQASpec) and None not in (rows["q"], columns) and rows["q"] != columns:
+        due = None if columns is None else columns * (2 if getattr(attention, "q_gate", False) else 1)
+        if isinstance(attention, GQASpec) and None not in (rows["q"], due) and rows["q"] != due:
             yield context.fail(
-                "q_proj's rows are not o_proj's columns",
+                "q_proj's rows are not o_proj's columns" + (", twice" if attention.q_gate else ""),
                 where=f"{prefix}.q_proj.weight",
                 got=rows["q"],
-                due=columns,
+                due=due,
                 fault="tensor-shape",
             )
         if None not in (rows["k"], rows["v"]) and rows["k"] != rows["v"]:
@@ -183,17 +196,23 @@ def head_arithmetic(context: Context) -> Iterator[Finding]:
     "config.q-lora-rank",
     title="q_lora_rank is there and not null",
     why="Null stops SGLang; an absent key is filled with a class default of 1536 that need not be the draft's.",
-    families=("eagle3-mla",),
+    families=("eagle3-mla", "dspark"),
 )
 def q_lora_rank(context: Context) -> Iterator[Finding]:
     """Null, absent and not positive are three findings."""
+    _require_latent(context)
+    needs = (
+        "Eagle3 MLA layer requires q_lora_rank in the draft config"
+        if context.spec.family == "eagle3-mla"
+        else "a latent DSpark layer needs q_lora_rank"
+    )
     section = _layer_config(context)
     where = "config.json: q_lora_rank"
     fix = "state the rank that q_a_proj's rows have"
     rows = _extent(context, "layers.0.self_attn.q_a_proj.weight", 0)
     if "q_lora_rank" not in section:
         yield context.fail(
-            "Eagle3 MLA layer requires q_lora_rank in the draft config: the key is absent",
+            f"{needs}: the key is absent",
             where=where,
             got="absent",
             due=rows,
@@ -202,7 +221,7 @@ def q_lora_rank(context: Context) -> Iterator[Finding]:
         )
     elif section["q_lora_rank"] is None:
         yield context.fail(
-            "Eagle3 MLA layer requires q_lora_rank in the draft config: it is null",
+            f"{needs}: it is null",
             where=where,
             got=None,
             due=rows,
@@ -219,10 +238,11 @@ def q_lora_rank(context: Context) -> Iterator[Finding]:
     "config.mla-fields",
     title="kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim are there and positive",
     why="A configuration class fills in DeepSeek-V3's numbers for what is absent.",
-    families=("eagle3-mla",),
+    families=("eagle3-mla", "dspark"),
 )
 def mla_fields(context: Context) -> Iterator[Finding]:
     """All missing fields in one finding."""
+    _require_latent(context)
     attention = context.spec.layers[0].attention if context.spec.layers else None
     assert attention is None or isinstance(attention, MLASpec)
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -236,6 +256,12 @@ def mla_fields(context: Context) -> Iterator[Finding]:
             due="positive numbers",
             fault="mla-field-missing",
         )
+
+
+def _require_latent(context: Context) -> None:
+    layers = context.spec.layers
+    if layers and not isinstance(layers[0].attention, MLASpec):
+        raise Skip("no layer of this draft has latent attention")
 
 
 def _gqa_arithmetic(context: Context, attention: GQASpec) -> Iterator[Finding]:
@@ -281,10 +307,20 @@ def _extent(context: Context, name: str, axis: int) -> int | None:
     return None if header is None or axis >= len(header.shape) else header.shape[axis]
 
 
+def _layers_with_tensors(context: Context) -> list[int] | None:
+    """Layers that need tensors of their own, where the draft builds as many as it states; tied stages need none."""
+    spec, binding = context.spec, context.draft.binding
+    if binding is None or len(spec.layers) != spec.num_hidden_layers:
+        return None
+    needed = (tensor.layer for tensor in binding.expected.values() if tensor.need == "required")
+    return sorted({layer for layer in needed if layer is not None})
+
+
 def _stored_layers(context: Context) -> set[int]:
-    binding = context.draft.binding
-    names = binding.stored if binding is not None else ()
-    return {int(match[1]) for name in names if (match := re.match(r"layers\.(\d+)\.", name))}
+    binding, family = context.draft.binding, context.draft.family
+    if binding is None or family is None:
+        return set()
+    return {index for name in binding.stored if (index := family.layer_index(name)) is not None}
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -13,7 +13,7 @@ from pytest_specdecode.spec import BlockSpec
     "dflash.mask-token",
     title="mask_token_id is stated and is an id of the target's embedding",
     why="An id outside the embedding stops one engine; an absent one is replaced by another token, and every row drafts from it.",
-    families=("dflash",),
+    families=("dflash", "dflash2", "domino", "dflare", "dspark", "xpress", "peagle"),
 )
 def mask_token(context: Context) -> Iterator[Finding]:
     """Presence, agreement, range, and a mask that means something else."""
@@ -23,6 +23,16 @@ def mask_token(context: Context) -> Iterator[Finding]:
     )
     config = context.draft.checkpoint.config
     stated = {item.key: item.value for item in block.mask_token_stated}
+    if block.mask_token_id is None and block.variant == "peagle":
+        yield context.warn(
+            "mask_token_id is not stated; engines cannot draft in parallel without it",
+            where="config.json: mask_token_id",
+            got=next(iter(stated.values()), None),
+            due="the id that masked positions were trained with",
+            fix="state mask_token_id",
+            fault="parallel-mask-token-missing",
+        )
+        return
     if block.mask_token_id is None:
         yield context.fail(
             "mask_token_id is not stated" if not stated else "mask_token_id is not an id",
@@ -65,7 +75,7 @@ def mask_token(context: Context) -> Iterator[Finding]:
     "dflash.block-size",
     title="block_size is stated, at least 2, and the same in both places",
     why="Engines take 16 where they do not find it; asking for more tokens than were trained takes 2.74 down to 1.31.",
-    families=("dflash",),
+    families=("dflash", "dflash2", "domino", "dflare", "dspark", "xpress"),
 )
 def block_size(context: Context) -> Iterator[Finding]:
     """Presence, agreement, size, and a place that one engine does not read."""

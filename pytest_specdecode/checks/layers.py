@@ -6,12 +6,15 @@ for layers too large for that.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_specdecode.checks.registry import Context, Inconclusive, check
-from pytest_specdecode.errors import LayerBuildError
+from pytest_specdecode.checks.registry import NO_LAYERS, Context, Inconclusive, Skip, check, is_quantised
+from pytest_specdecode.errors import DraftError, LayerBuildError, NoReferenceError
 from pytest_specdecode.findings import Finding
+from pytest_specdecode.spec import MLASpec
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +28,8 @@ SEED = 20240607
 LARGE = 64.0
 #: Parameters of a layer above which float64 would cost more memory than the finding is worth.
 _DOUBLE_LIMIT = 150_000_000
+#: Bytes of a parameter in the dtype that drafts are stored in.
+_STORED = 2
 
 
 @check(
@@ -36,14 +41,21 @@ _DOUBLE_LIMIT = 150_000_000
 def build(context: Context) -> Iterator[Finding]:
     """The first reason per layer, all layers in one finding."""
     reasons: dict[int, LayerBuildError] = {}
+    _require_memory(context, _STORED)
     for layer in context.spec.layers:
         try:
             built = context.draft.layer(layer.index, device=context.device)
             built.prefill(built.probe(2, SEED))
+        except NoReferenceError as error:
+            raise Inconclusive(str(error)) from None
         except LayerBuildError as error:
+            if is_quantised(context):
+                raise Inconclusive(
+                    f"the weights are quantised, and reference layers need plain ones: {error}"
+                ) from None
             reasons[layer.index] = error
     if not context.spec.layers:
-        raise Inconclusive("num_hidden_layers is not stated")
+        raise Inconclusive(NO_LAYERS)
     if reasons:
         first = reasons[min(reasons)]
         yield context.fail(
@@ -68,16 +80,11 @@ def finite(context: Context) -> Iterator[Finding]:
     overflowing: list[int] = []
     for index, layer in _layers(context):
         for name, scale in (("plain", 1.0), ("large", LARGE)):
-            if not _runs_finite(layer, scale):
+            if not _runs_finite(index, layer, scale):
                 broken.setdefault(name, []).append(index)
-        header = context.draft.header(f"layers.{index}.mlp.down_proj.weight")
-        if (
-            header is not None
-            and header.dtype == "bfloat16"
-            and index not in {i for ids in broken.values() for i in ids}
-        ):
+        if _dtype_of(context, index) == "bfloat16" and index not in {i for ids in broken.values() for i in ids}:
             half = context.draft.layer(index, dtype=torch.float16, device=context.device)
-            if not _runs_finite(half, LARGE):
+            if not _runs_finite(index, half, LARGE):
                 overflowing.append(index)
     for name, layers in broken.items():
         yield context.fail(
@@ -109,7 +116,8 @@ def incremental(context: Context) -> Iterator[Finding]:
     worst, where = 0.0, 0
     for index, layer in _exact_layers(context):
         inputs = layer.probe(TOKENS, SEED)
-        difference = _distance(layer.prefill(inputs), layer.incremental(inputs))
+        with _build_reports(index):
+            difference = _distance(layer.prefill(inputs), layer.incremental(inputs))
         if not difference <= worst:
             worst, where = difference, index
     yield from _exactness(context, "layers.incremental", worst, where, "step by step differs from one prefill")
@@ -120,31 +128,75 @@ def incremental(context: Context) -> Iterator[Finding]:
     title="absorbed and naive latent attention agree",
     why="Engines run the absorbed form, trainers the naive one; they agree only while kv_b_proj is laid out as both read it.",
     needs=("headers", "tensors"),
-    families=("eagle3-mla",),
+    families=("eagle3-mla", "mtp", "dspark"),
 )
 def mla_absorbed(context: Context) -> Iterator[Finding]:
     """Largest difference of the two forms, in float64 where that fits."""
     import torch
 
+    if not any(isinstance(layer.attention, MLASpec) for layer in context.spec.layers):
+        raise Skip("no layer of this draft has latent attention")
     worst, where = 0.0, 0
     for index, layer in _exact_layers(context):
         inputs = layer.probe(TOKENS, SEED)
-        states = torch.cat([inputs["embeds"], inputs["hidden"]], dim=-1)
-        naive = layer.self_attn.forward_naive(states, inputs["positions"])
-        absorbed = layer.self_attn.forward_absorbed(states, inputs["positions"])
+        states = inputs["block"] if "block" in inputs else torch.cat([inputs["embeds"], inputs["hidden"]], dim=-1)
+        states = states[..., : layer.self_attn.q_a_proj.weight.shape[1]]
+        with _build_reports(index):
+            naive = layer.self_attn.forward_naive(states, inputs["positions"])
+            absorbed = layer.self_attn.forward_absorbed(states, inputs["positions"])
         difference = _distance(naive, absorbed)
         if not difference <= worst:
             worst, where = difference, index
     yield from _exactness(context, "layers.mla-absorbed", worst, where, "the absorbed form differs from the naive one")
 
 
+def _require_memory(context: Context, width: int) -> None:
+    """Raise where one layer, at `width` bytes a parameter, is larger than what is free: a layer of experts can be."""
+    parameters = context.draft.checkpoint.num_parameters / max(1, len(context.spec.layers))
+    # The tensors as read, the layer's own copy, and one more of the largest part while it is made.
+    needed, free = int(2.5 * width * parameters), _free_memory()
+    if free is not None and needed > free:
+        raise Inconclusive(
+            f"a layer of {parameters / 1e9:.1f} billion parameters takes about {needed / 2**30:.0f} GiB, "
+            f"{free / 2**30:.0f} GiB are free"
+        )
+
+
+def _free_memory() -> int | None:
+    """Bytes that this machine can still give, as Linux says; None elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _dtype_of(context: Context, layer: int) -> str | None:
+    """The dtype of the first matrix of `layer`, or None."""
+    binding = context.draft.binding
+    expected = () if binding is None else binding.expected.values()
+    headers = (context.draft.header(tensor.name) for tensor in expected if tensor.layer == layer)
+    return next((header.dtype for header in headers if header is not None and len(header.shape) == 2), None)
+
+
 def _layers(context: Context, dtype: torch.dtype | None = None) -> Iterator[tuple[int, ReferenceLayer]]:
     """Every layer with its index; a layer that does not build is `layers.build`'s to report."""
+    _require_memory(context, _STORED if dtype is None else dtype.itemsize)
+    if not context.spec.layers:
+        raise Inconclusive(NO_LAYERS)
     for layer in context.spec.layers:
-        try:
-            yield layer.index, context.draft.layer(layer.index, dtype=dtype, device=context.device)
-        except LayerBuildError as error:
-            raise Inconclusive(f"layer {layer.index} does not build: {error}; see layers.build") from None
+        with _build_reports(layer.index):
+            built = context.draft.layer(layer.index, dtype=dtype, device=context.device)
+        yield layer.index, built
+
+
+@contextlib.contextmanager
+def _build_reports(index: int) -> Iterator[None]:
+    """A layer that does not build or run is one finding, of `layers.build`; the checks after it cannot tell."""
+    try:
+        yield
+    except DraftError as error:
+        raise Inconclusive(f"layer {index} does not build: {error}; see layers.build") from None
 
 
 def _exact_layers(context: Context) -> Iterator[tuple[int, ReferenceLayer]]:
@@ -165,8 +217,9 @@ def _exactness(context: Context, id: str, worst: float, layer: int, message: str
         yield context.fail(message, where=f"layer {layer}", got=worst, due=f"at most {bound:.1e} of the largest value")
 
 
-def _runs_finite(layer: ReferenceLayer, scale: float) -> bool:
-    output = layer.prefill(layer.probe(TOKENS, SEED, scale))
+def _runs_finite(index: int, layer: ReferenceLayer, scale: float) -> bool:
+    with _build_reports(index):
+        output = layer.prefill(layer.probe(TOKENS, SEED, scale))
     return bool(output.isfinite().all())
 
 

@@ -22,6 +22,9 @@ Need = Literal["config", "headers", "tensors", "target", "serving", "trace", "tr
 
 REGISTRY: dict[str, Check] = {}
 
+#: Why a check of layers has nothing to look at.
+NO_LAYERS = "the configuration states no usable number of layers; see config.num-hidden-layers"
+
 _NO_WEIGHTS = "no weights lie beside config.json; give the whole checkpoint directory"
 
 
@@ -110,7 +113,7 @@ class Context:
             got=got,
             due=due,
             fix=fix,
-            outcomes={} if fault is None else engines.outcomes(fault, self.draft.spec, self.engines),
+            outcomes=engines.outcomes(fault or "", self.draft.spec, self.engines),
         )
 
     def warn(self, message: str, **fields: Any) -> Finding:
@@ -197,6 +200,11 @@ def run(item: Check, context: Context) -> CheckResult:
 def worst(results: Iterable[CheckResult]) -> Status:
     """The status that speaks for all of them."""
     return max((result.status for result in results), key=STATUS_ORDER.index, default="passed")
+
+
+def is_quantised(context: Context) -> bool:
+    """Whether the configuration says that weights are stored quantised."""
+    return bool(context.draft.checkpoint.config.get("quantization_config"))
 
 
 def _require(item: Check, context: Context) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check
+from pytest_specdecode.checks.registry import NO_LAYERS, Context, Inconclusive, Skip, check
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.spec import RopeSpec
 
@@ -65,7 +65,7 @@ def theta_agrees(context: Context) -> Iterator[Finding]:
 
 def _ropes(context: Context) -> list[RopeSpec]:
     if not context.spec.layers:
-        raise Inconclusive("num_hidden_layers is not stated")
+        raise Inconclusive(NO_LAYERS)
     ropes = [layer.attention.rope for layer in context.spec.layers if layer.attention is not None]
     if not ropes:
         raise Skip("no layer of this draft has attention, so nothing rotates")

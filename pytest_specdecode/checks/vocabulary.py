@@ -88,6 +88,9 @@ def d2t(context: Context) -> Iterator[Finding]:
     if None in (vocabulary.vocab_size, vocabulary.head_rows):
         raise Inconclusive("vocab_size is not stated")
     assert vocabulary.vocab_size is not None
+    if context.draft.binding is not None and "token_map" in context.draft.binding.expected:
+        yield from _token_map(context, vocabulary.vocab_size)
+        return
     wrong = list(_owned(context, "d2t", "one entry per draft id", fix=_MAP_FIX))
     yield from wrong
     header = context.draft.header("d2t")
@@ -101,7 +104,7 @@ def d2t(context: Context) -> Iterator[Finding]:
         return
     if not wrong:
         offsets = context.draft.checkpoint.integers(header.name)
-        yield from _d2t_values(context, offsets, vocabulary.vocab_size, where)
+        yield from _d2t_values(context, offsets, vocabulary.vocab_size, where, _marked(context))
 
 
 @check(
@@ -124,7 +127,7 @@ def t2d(context: Context) -> Iterator[Finding]:
     map_header = draft.header("d2t")
     if wrong or map_header is None or not map_header.dtype.startswith("int") or len(map_header.shape) != 1:
         return
-    marked = {index for index, bit in enumerate(draft.checkpoint.integers(header.name)) if bit}
+    marked = _marked(context) or set()
     images = {index + offset for index, offset in enumerate(draft.checkpoint.integers(map_header.name))}
     if marked != images:
         yield context.fail(
@@ -138,7 +141,48 @@ def t2d(context: Context) -> Iterator[Finding]:
         )
 
 
-def _d2t_values(context: Context, offsets: Sequence[int], vocab_size: int, where: str) -> Iterator[Finding]:
+def _token_map(context: Context, vocab_size: int) -> Iterator[Finding]:
+    """Medusa's map of target ids, not offsets: presence, type, length, then values."""
+    wrong = list(_owned(context, "token_map", "one target id per draft id", fix="save token_map with the draft"))
+    yield from wrong
+    header = context.draft.header("token_map")
+    if header is None:
+        if not wrong:
+            raise Skip("the draft speaks the target's vocabulary; no map is due")
+        return
+    where = f"{header.file}: {header.name}"
+    if not header.dtype.startswith("int"):
+        yield context.fail("token_map is not of an integer type", where=where, got=header.dtype, due="int64")
+        return
+    if wrong:
+        return
+    ids = context.draft.checkpoint.integers(header.name)
+    outside = [index for index, id in enumerate(ids) if not 0 <= id < vocab_size]
+    if outside:
+        yield context.fail(
+            f"{len(outside)} draft ids map outside the target's vocabulary of {vocab_size}",
+            where=f"{where}[{outside[0]}]",
+            got=ids[outside[0]],
+            due=f"0 to {vocab_size - 1}",
+            fault="d2t-out-of-range",
+        )
+    elif len(set(ids)) < len(ids):
+        yield context.fail(
+            "token_map names a target id twice", where=where, got=len(set(ids)), due=f"{len(ids)} different ids"
+        )
+
+
+def _marked(context: Context) -> set[int] | None:
+    """The target ids that t2d marks, or None where there is no t2d to read."""
+    header = context.draft.header("t2d")
+    if header is None or header.dtype not in ("bool", "uint8", "int8") or len(header.shape) != 1:
+        return None
+    return {index for index, bit in enumerate(context.draft.checkpoint.integers(header.name)) if bit}
+
+
+def _d2t_values(
+    context: Context, offsets: Sequence[int], vocab_size: int, where: str, marked: set[int] | None
+) -> Iterator[Finding]:
     images = [index + offset for index, offset in enumerate(offsets)]
     reduced = context.spec.vocabulary.is_reduced
     if not any(offsets):
@@ -159,8 +203,10 @@ def _d2t_values(context: Context, offsets: Sequence[int], vocab_size: int, where
     outside = [index for index, image in enumerate(images) if not 0 <= image < vocab_size]
     falls = next((index for index in range(1, len(images)) if images[index] <= images[index - 1]), None)
     rises = all(later > earlier for earlier, later in itertools.pairwise(offsets))
-    # Ids rise at every step; offsets of so many would only where no two chosen ids are neighbours.
-    if rises and offsets[0] >= 0 and offsets[-1] < vocab_size and (outside or len(offsets) >= 32):
+    # Ids rise at every step; offsets of so many would only where no two chosen ids are neighbours, and then t2d marks their images.
+    proven = marked is not None and marked == set(images)
+    like_ids = rises and offsets[0] >= 0 and offsets[-1] < vocab_size and not proven
+    if like_ids and (outside or len(offsets) >= 32):
         yield context.fail(
             "d2t looks like target ids where offsets are due: it rises at every step",
             where=where,

@@ -6,13 +6,18 @@ import math
 import re
 from collections.abc import Iterator
 
-from pytest_specdecode.checks.registry import Context, check
+from pytest_specdecode.checks.registry import Context, check, is_quantised
 from pytest_specdecode.checks.scan import TensorStats, scan
 from pytest_specdecode.families import Binding, ExpectedTensor
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.spec import Extent
 
 _PLAIN_FLOATS = ("bfloat16", "float16", "float32", "float64")
+#: What quantised projections bring beside, or in place of, their weight.
+_QUANTISED = re.compile(
+    r"\.(weight_scale(_inv|_2)?|weight_zero_point|weight_packed|weight_shape|weight_g_idx|input_scale|input_zero_point"
+    r"|qweight|qzeros|scales|g_idx|[kv]_scale|absmax|quant_map|nested_absmax|quant_state\.\w+)$"
+)
 #: Buffers that every reader drops and that hold nothing a draft needs.
 _HARMLESS = re.compile(r"(^|\.)(rotary_emb\.\w+|inv_freq|cos_cached|sin_cached|position_ids)$")
 
@@ -54,8 +59,25 @@ def unexpected(context: Context) -> Iterator[Finding]:
     """Tensors no expected name accounts for; leftovers of training are a warning."""
     binding = _binding(context)
     strange = [name for name in binding.unexpected if not _HARMLESS.search(name)]
+    if is_quantised(context):
+        strange = [name for name in strange if not _QUANTISED.search(name)]
     leftovers = [name for name in strange if name.startswith("verifier_")]
     foreign = [name for name in strange if name not in leftovers]
+    barred = [
+        tensor
+        for tensor in binding.expected.values()
+        if tensor.need == "never" and tensor.check != "weights.biases" and tensor.name in binding.stored
+    ]
+    if barred:
+        yield context.fail(
+            f"{barred[0].name} has no place in this draft: {barred[0].reason}"
+            + (f"; {len(barred) - 1} more have none" if len(barred) > 1 else ""),
+            where=barred[0].name,
+            got=[tensor.name for tensor in barred],
+            due="absent",
+            fix="correct the configuration, or leave the tensor out",
+            fault="tensor-unexpected",
+        )
     if foreign:
         yield context.fail(
             f"{foreign[0]} is no tensor of this draft"
@@ -98,7 +120,8 @@ def shapes(context: Context) -> Iterator[Finding]:
         header = context.draft.header(name)
         if header is None or tensor.check.startswith("vocabulary.") or name == "embed_tokens.weight":
             continue
-        due = (tensor.shape[0], None) if name == "fc.weight" else tensor.shape
+        # The width of an fc over taps is taps.fc-width's to judge.
+        due = (tensor.shape[0], None) if name == "fc.weight" and context.spec.taps.required else tensor.shape
         if tensor.need != "never" and not _fits(header.shape, due):
             wrong[name] = (header.shape, due)
     if wrong:
@@ -145,6 +168,14 @@ def biases(context: Context) -> Iterator[Finding]:
             fix="clear the flag, or export the biases",
             fault="bias-missing",
         )
+    if context.spec.family == "eagle3-mla" and context.draft.checkpoint.config.get("attention_bias"):
+        yield context.warn(
+            "attention_bias is true; a latent EAGLE3 layer has no biases in any engine",
+            where="config.json: attention_bias",
+            got=True,
+            due=False,
+            fault="bias-dropped",
+        )
     if context.spec.family == "eagle3" and any(
         getattr(layer.attention, "qkv_bias", False) for layer in context.spec.layers
     ):
@@ -154,6 +185,48 @@ def biases(context: Context) -> Iterator[Finding]:
             got=True,
             due=False,
             fault="bias-dropped",
+        )
+
+
+@check(
+    "weights.names",
+    title="tensors go by names that every loader of the family follows",
+    why="SGLang's latent EAGLE3 loader holds both down projections back until their names fit, and drops them in silence.",
+    needs=("headers",),
+    families=("eagle3", "eagle3-mla"),
+)
+def names(context: Context) -> Iterator[Finding]:
+    """A `model.` prefix, down projections stored joined, legacy names of the tap norms."""
+    stored = [name for name, header in context.draft.checkpoint.tensors.items() if header.is_float]
+    latent = context.spec.family == "eagle3-mla"
+    prefixed = [name for name in stored if name.startswith("model.")]
+    joined = [name for name in stored if "fused_qkv_a_proj_with_mqa" in name]
+    legacy = [name for name in stored if name.startswith(("aux_norm_low", "aux_norm_mid", "aux_norm_high"))]
+    if latent and prefixed:
+        yield context.fail(
+            f"{len(prefixed)} names start with `model.`, which SGLang's latent EAGLE3 loader puts in front itself",
+            where=prefixed[0],
+            got=sorted(prefixed)[:12],
+            due=[name.removeprefix("model.") for name in sorted(prefixed)[:12]],
+            fix="export without the prefix",
+            fault="name-prefixed",
+        )
+    if latent and joined:
+        yield context.fail(
+            "the down projections are stored joined, and SGLang waits for them one by one",
+            where=joined[0],
+            got=joined,
+            due=["q_a_proj.weight", "kv_a_proj_with_mqa.weight"],
+            fix="store q_a_proj (first q_lora_rank rows) and kv_a_proj_with_mqa (the rest) apart",
+            fault="name-joined",
+        )
+    if latent and legacy:
+        yield context.warn(
+            "the tap norms go by their legacy names, which SGLang's latent EAGLE3 loader skips",
+            where=legacy[0],
+            got=legacy,
+            due=["fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"],
+            fault="tensor-unexpected",
         )
 
 
@@ -169,22 +242,40 @@ def dtypes(context: Context) -> Iterator[Finding]:
     binding = _binding(context)
     found: dict[str, list[str]] = {}
     wrong: list[str] = []
+    floats: list[str] = []
     for name, tensor in binding.expected.items():
         header = context.draft.header(name)
-        if header is None or tensor.kind != "float":
+        if (
+            header is not None
+            and tensor.kind == "int"
+            and header.is_float
+            and not tensor.check.startswith("vocabulary.")
+        ):
+            floats.append(name)
+        if header is None or tensor.kind != "float" or tensor.dtype == header.dtype:
             continue
         if header.is_float:
             found.setdefault(header.dtype, []).append(name)
         else:
             wrong.append(name)
-    if wrong:
+    quantised = is_quantised(context)
+    if wrong and not quantised:
         yield context.fail(
             f"{wrong[0]} is stored as integers",
             where=wrong[0],
             got={name: context.draft.header(name).dtype for name in wrong[:12]},  # type: ignore[union-attr]
             due="a floating-point dtype",
         )
-    if len(found) > 1:
+    plain = {dtype: names for dtype, names in found.items() if dtype in _PLAIN_FLOATS or not quantised}
+    if floats:
+        yield context.fail(
+            f"{floats[0]} holds token ids or packed weights and is stored as floats",
+            where=floats[0],
+            got={name: context.draft.header(name).dtype for name in floats[:12]},  # type: ignore[union-attr]
+            due="an integer dtype",
+        )
+    if len(plain) > 1:
+        found = plain
         rare = min(found, key=lambda dtype: len(found[dtype]))
         yield context.warn(
             f"floating-point tensors have {len(found)} dtypes: {', '.join(sorted(found))}",
@@ -194,7 +285,7 @@ def dtypes(context: Context) -> Iterator[Finding]:
             fix="convert on export",
         )
     narrow = [dtype for dtype in found if dtype not in _PLAIN_FLOATS]
-    if narrow and not context.draft.checkpoint.config.get("quantization_config"):
+    if narrow and not quantised:
         yield context.warn(
             f"{narrow[0]} weights without a quantization_config that says how to read them",
             where=found[narrow[0]][0],
@@ -237,7 +328,9 @@ def degenerate(context: Context) -> Iterator[Finding]:
     matrices = {name: item for name, item in stats.items() if len(item.header.shape) >= 2 and item.header.numel > 1}
     vectors = {name: item for name, item in stats.items() if name not in matrices}
     flat = [name for name, item in matrices.items() if item.is_constant]
-    flat += [name for name, item in vectors.items() if item.is_constant and item.minimum == 0 and _is_norm(name)]
+    # A norm that multiplies by 1 + w is dead at -1 and fresh at 0.
+    dead = -1 if any(layer.norm_kind == "gemma" for layer in context.spec.layers) else 0
+    flat += [name for name, item in vectors.items() if item.is_constant and item.minimum == dead and _is_norm(name)]
     if flat:
         yield context.fail(
             f"{flat[0]} is {_constant(stats[flat[0]])}"
@@ -252,11 +345,16 @@ def degenerate(context: Context) -> Iterator[Finding]:
     init = float(fresh) if isinstance(fresh, (int, float)) and fresh else 0.02
     norms = [item for name, item in vectors.items() if _is_norm(name)]
     at_init = [name for name, item in matrices.items() if math.isclose(item.std, init, rel_tol=0.05)]
-    if norms and all(item.is_constant and item.minimum == 1 for item in norms) and len(at_init) > len(matrices) / 2:
+    if (
+        norms
+        and all(item.is_constant and item.minimum == dead + 1 for item in norms)
+        and len(at_init) > len(matrices) / 2
+    ):
         yield context.warn(
-            "every norm is exactly one and most matrices have their initial deviation: the draft looks untrained",
+            f"every norm is exactly {'one' if dead == 0 else 'zero'} and most matrices have their initial deviation: "
+            "the draft looks untrained",
             where=at_init[0],
-            got={"norms": 1.0, "deviation": round(matrices[at_init[0]].std, 5)},
+            got={"norms": dead + 1.0, "deviation": round(matrices[at_init[0]].std, 5)},
             due="trained values",
             fault="degenerate",
         )
@@ -290,7 +388,7 @@ def _shape(shape: tuple[Extent, ...]) -> str:
 
 
 def _is_norm(name: str) -> bool:
-    return "norm" in name.rsplit(".", 2)[-2]
+    return "norm" in name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _constant(stats: TensorStats) -> str:

@@ -35,8 +35,8 @@ def select(names: Iterable[str] | None) -> tuple[str, ...]:
     chosen = tuple(names)
     for name in chosen:
         if name not in ENGINES:
-            near = difflib.get_close_matches(name, NAMES, n=1)
+            near = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.5)
             raise DraftError(
-                f"no engine is called {name!r}; {'did you mean ' + near[0] if near else 'known are ' + ', '.join(NAMES)}"
+                f"no engine is called {name!r}; {'did you mean ' + near[0] + '?' if near else 'known are ' + ', '.join(NAMES)}"
             )
     return chosen

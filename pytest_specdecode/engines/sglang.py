@@ -92,7 +92,12 @@ ENGINE = Engine(
         "t2d-wrong": fine("does not read t2d", _K25),
         "tensor-missing": _missing_tensor,
         "fc-missing": _missing_tensor,
+        "markov-missing": serves_wrong("drafts without the Markov bias and says nothing", "PR 29917"),
         "tensor-unexpected": _unexpected,
+        "name-prefixed": serves_wrong(
+            "skips each with a warning, the two down projections without one: they stay uninitialised", _K25
+        ),
+        "name-joined": serves_wrong("drops it without a word: the projection stays uninitialised", _K25),
         "tensor-shape": stops("the loader's shape assertion", "srt/model_loader"),
         "fc-width": _fc_width,
         "fc-skipped": serves_wrong("takes a state of the embedding's width for a recycled one and skips fc", _K25),
@@ -101,6 +106,13 @@ ENGINE = Engine(
         "nan": serves_wrong("NaN spreads through every head that reads the tensor"),
         "degenerate": serves_wrong("serves what the tensor gives"),
         "taps-missing": _taps_missing,
+        "taps-range": stops("DFLASH target_layer_ids contains an out-of-range layer id", _DFLASH),
+        "taps-places-differ": serves_wrong("reads eagle_config only", "srt/model_executor/spec_aux_hidden_state.py"),
+        "taps-nested-only": fine("reads eagle_config", "srt/model_executor/spec_aux_hidden_state.py"),
+        "taps-top-only": serves_wrong(
+            "captures the default [2, N // 2, N - 3] instead: only eagle_config is read",
+            "srt/model_executor/spec_aux_hidden_state.py",
+        ),
         "theta-missing": _theta_missing,
         "theta-disagrees": serves_wrong("reads rope_parameters first, then the flat key", _K25),
         "mask-token-missing": serves_wrong("asks the tokenizer for <|MASK|>, adds it where it is absent", _WORKER),

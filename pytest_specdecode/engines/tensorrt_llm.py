@@ -18,6 +18,7 @@ ENGINE = Engine(
     known={
         "lm-head-missing": fine("takes the target's head", _SPEC),
         "tensor-unexpected": serves_wrong("partial loading drops it without a word", _SPEC),
+        "taps-unordered": serves_wrong("sorts them, so fc reads permuted features", _SPEC),
         "block-size-nested-only": serves_wrong(
             "reads block_size at top level only, and 16 otherwise", "_torch/speculative/dflash.py"
         ),

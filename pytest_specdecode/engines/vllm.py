@@ -47,9 +47,17 @@ ENGINE = Engine(
             "Please provide mask_hidden in the weights.",
             _EAGLE3,
         ),
-        "parallel-mask-token-missing": stops("ValueError where no key states a mask token", "v1/worker/gpu/spec_decode"),
+        "parallel-mask-token-missing": stops(
+            "ValueError where no key states a mask token", "v1/worker/gpu/spec_decode"
+        ),
         "nan": serves_wrong("NaN spreads through every head that reads the tensor"),
         "degenerate": serves_wrong("serves what the tensor gives"),
+        "taps-places-differ": serves_wrong("reads the top level first", "v1/worker/gpu_model_runner.py"),
+        "taps-nested-only": serves_wrong(
+            "the V2 runner does not choose layers by eagle_config and takes the default; the V1 runner reads it",
+            "v1/worker/gpu/spec_decode/eagle/eagle3_utils.py",
+        ),
+        "taps-top-only": fine("reads the top level first", "v1/worker/gpu_model_runner.py"),
         "theta-missing": _theta_missing,
         "fused-kv-num-kv-heads": stops(_SAME_ATTENTION, _DFLASH),
         "fused-kv-head-dim": stops(_SAME_ATTENTION, _DFLASH),

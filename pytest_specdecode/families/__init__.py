@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from pytest_specdecode.checkpoint import Checkpoint
 from pytest_specdecode.families.base import ExpectedTensor, Family, ReferenceLayer, Signal, open_view
+from pytest_specdecode.families.dflare import DFlare
 from pytest_specdecode.families.dflash import DFlash
+from pytest_specdecode.families.dflash2 import DFlash2
+from pytest_specdecode.families.domino import Domino
 from pytest_specdecode.families.draft import Binding, Draft
+from pytest_specdecode.families.dspark import DSpark
+from pytest_specdecode.families.eagle1 import Eagle1
 from pytest_specdecode.families.eagle3 import Eagle3
 from pytest_specdecode.families.eagle3_mla import Eagle3MLA
+from pytest_specdecode.families.eagle4 import Eagle4
+from pytest_specdecode.families.gemma4_assistant import Gemma4Assistant
+from pytest_specdecode.families.hydra import Hydra
+from pytest_specdecode.families.medusa import Medusa
+from pytest_specdecode.families.mlp_speculator import MLPSpeculator
+from pytest_specdecode.families.mtp import MTP
+from pytest_specdecode.families.peagle import PEagle
 from pytest_specdecode.families.recognise import Recognition, recognise
+from pytest_specdecode.families.xpress import XPress
 
 __all__ = [
     "FAMILIES",
@@ -23,7 +36,24 @@ __all__ = [
 ]
 
 #: Every family that is read, in the order of the documentation.
-FAMILIES: tuple[Family, ...] = (Eagle3(), Eagle3MLA(), DFlash())
+FAMILIES: tuple[Family, ...] = (
+    Eagle1(),
+    Eagle3(),
+    Eagle3MLA(),
+    PEagle(),
+    Eagle4(),
+    DFlash(),
+    DFlash2(),
+    Domino(),
+    DFlare(),
+    DSpark(),
+    XPress(),
+    MTP(),
+    Gemma4Assistant(),
+    Medusa(),
+    Hydra(),
+    MLPSpeculator(),
+)
 
 
 def load(checkpoint: Checkpoint) -> Draft:
@@ -33,7 +63,8 @@ def load(checkpoint: Checkpoint) -> Draft:
     if family is None:
         return Draft(checkpoint, recognition, None, None, ())
     root = open_view(checkpoint).root
-    if not all(family.owns(name, root) for name in checkpoint.tensors):
+    # The index names what lies in shards that are not here, too.
+    if not all(family.owns(name, root) for name in (*checkpoint.tensors, *checkpoint.weight_map)):
         checkpoint.narrow(lambda name: family.owns(name, root))
     view = open_view(checkpoint, family)
     spec = family.parse(view)

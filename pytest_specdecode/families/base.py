@@ -6,12 +6,14 @@ set of tensors as a function of that spec, the names they go by, and the layers'
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pytest_specdecode.checkpoint import Checkpoint, TensorHeader
+from pytest_specdecode.errors import LayerBuildError
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.spec import DraftSpec, Extent, LayerSpec
 
@@ -26,7 +28,7 @@ class TensorSource(Protocol):
     """Where a layer's builder takes its tensors from, in the dtype and on the device that the layer is built for."""
 
     def under(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Every stored tensor whose canonical name starts with `prefix` and a dot, by the rest of its name."""
+        """Every stored tensor whose canonical name is `prefix` or starts with it and a dot, by the rest of its name ("" for itself)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,7 @@ class ExpectedTensor:
         check: id of the check that reports its absence.
         fault: slug by which the engine models know its absence.
         layer: layer index, or None.
+        dtype: torch's name of the dtype that it is stored in whatever the draft's own is (float32 routing biases and scales), or None.
     """
 
     name: str
@@ -70,6 +73,7 @@ class ExpectedTensor:
     check: str = "weights.missing"
     fault: str = "tensor-missing"
     layer: int | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +121,14 @@ class Family(ABC):
     Attributes:
         name: as in reports, such as `eagle3-mla`.
         title: for people.
+        packagings: ways in which it is written to disk that are read.
         fused_kv: None where the family has a stacked K/V path in some engine, else the reason why it has none.
         tiny: a small complete `config.json`, from which `testing` writes drafts.
     """
 
     name: str
     title: str
+    packagings: tuple[str, ...] = ("plain",)
     fused_kv: str | None = None
     tiny: Mapping[str, Any]
 
@@ -146,13 +152,31 @@ class Family(ABC):
             LayerBuildError: the spec or a tensor does not allow it.
         """
 
+    def build_head(self, spec: DraftSpec, source: TensorSource) -> Any:
+        """What the draft computes behind its last layer beside a plain projection: a selector, a correction, a refiner.
+
+        Raises:
+            LayerBuildError: the family has no such head, or a tensor is missing or of the wrong shape.
+        """
+        raise LayerBuildError(f"{self.title} drafts have no head beyond lm_head")
+
     def fused_kv_reason(self, spec: DraftSpec) -> str | None:
         """Why the draft that is `spec` has no stacked K/V path in any engine, or None where it has one."""
         return self.fused_kv
 
+    def fused_latent_reason(self, spec: DraftSpec) -> str | None:
+        """Why the draft that is `spec` has no stacked latent path, or None where it has one: several layers of latent attention that
+        project their cache rows from one shared context."""
+        return "its layers do not project latent rows from one shared context, so there is nothing to stack"
+
     def canonical(self, name: str, root: Section | None = None) -> str:
         """The canonical name of a tensor that is stored as `name`; `root` is the configuration, for names that count layers."""
         return name
+
+    def layer_index(self, name: str) -> int | None:
+        """The layer, or head, that the tensor with the canonical name `name` belongs to; None for the draft's own."""
+        match = re.match(r"layers\.(\d{1,6})\.", name)
+        return int(match[1]) if match else None
 
     def owns(self, name: str, root: Section) -> bool:
         """Whether the tensor stored as `name` is the draft's; False for the target's in a checkpoint that holds both."""

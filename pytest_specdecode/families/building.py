@@ -5,15 +5,21 @@ The one place where families meet torch: everything else in the package stays im
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from pytest_specdecode.errors import LayerBuildError
 from pytest_specdecode.families.base import TensorSource
-from pytest_specdecode.layers import GatedMLP, GQAAttention, KVCache, LatentCache, MLAAttention, RMSNorm
-from pytest_specdecode.layers.linear import take
-from pytest_specdecode.spec import LayerSpec, MLASpec
+from pytest_specdecode.layers import GatedMLP, GQAAttention, KVCache, LatentCache, MLAAttention, MoE, RMSNorm
+from pytest_specdecode.layers.linear import Linear, known, take
+from pytest_specdecode.spec import DraftSpec, Extent, LayerSpec, MLASpec
 
 Attention = GQAAttention | MLAAttention
+
+#: Last parts of a tensor's name; a key that ends otherwise is the configuration's.
+_TENSOR_ENDS = ("weight", "bias", "e_score_correction_bias", "gate_up_proj", "down_proj")
 
 
 def build_attention(layer: LayerSpec, source: TensorSource) -> Attention:
@@ -49,6 +55,18 @@ def build_mlp(layer: LayerSpec, source: TensorSource) -> GatedMLP:
         raise _in_layer(error, prefix) from error
 
 
+def build_moe(layer: LayerSpec, source: TensorSource) -> MoE:
+    """The mixture of experts of `layer`."""
+    prefix = f"layers.{layer.index}.mlp"
+    if layer.moe is None:
+        raise LayerBuildError(f"layer {layer.index} has no experts")
+    width = _hidden_size(layer)
+    try:
+        return MoE(layer.moe, source.under(prefix), hidden_size=width, hidden_act=layer.hidden_act)
+    except LayerBuildError as error:
+        raise _in_layer(error, prefix) from error
+
+
 def build_norm(layer: LayerSpec, source: TensorSource, name: str) -> RMSNorm:
     """The norm `name` of `layer`, over its H."""
     width = _hidden_size(layer)
@@ -57,6 +75,44 @@ def build_norm(layer: LayerSpec, source: TensorSource, name: str) -> RMSNorm:
     except LayerBuildError as error:
         raise _in_layer(error, name) from error
     return RMSNorm(weight, layer.norm_eps, layer.norm_kind)
+
+
+def take_named(source: TensorSource, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor `name` [shape], which is no layer's; LayerBuildError names it where it is missing or of another shape."""
+    module, _, last = name.rpartition(".")
+    found = source.under(module or name)
+    try:
+        return take(found, last if module else "", shape)
+    except LayerBuildError as error:
+        raise LayerBuildError(error.message, path=error.path, key=name, got=error.got, due=error.due) from error
+
+
+def build_vector_norm(spec: DraftSpec, source: TensorSource, name: str, width: Extent) -> RMSNorm:
+    """A norm of `width` outside the layers, with the draft's epsilon."""
+    try:
+        weight = take(source.under(name), "weight", (known(width, "hidden_size"),))
+    except LayerBuildError as error:
+        raise _in_layer(error, name) from error
+    return RMSNorm(weight, spec.norm_eps)
+
+
+def build_projection(source: TensorSource, name: str, rows: Extent, columns: Extent) -> Linear:
+    """A projection without bias outside the layers, `[rows, columns]`."""
+    try:
+        weight = take(source.under(name), "weight", (known(rows, name), known(columns, name)))
+    except LayerBuildError as error:
+        raise _in_layer(error, name) from error
+    return Linear(weight, name=f"{name}.weight")
+
+
+@contextmanager
+def prefixed(prefix: str) -> Iterator[None]:
+    """Inside, a LayerBuildError about a tensor gets `prefix` before the tensor's local name."""
+    try:
+        yield
+    except LayerBuildError as error:
+        key = None if error.key is None else f"{prefix}.{error.key}"
+        raise LayerBuildError(error.message, path=error.path, key=key, got=error.got, due=error.due) from error
 
 
 def new_cache(attention: Attention) -> KVCache | LatentCache:
@@ -91,6 +147,6 @@ def _hidden_size(layer: LayerSpec) -> int:
 def _in_layer(error: LayerBuildError, prefix: str) -> LayerBuildError:
     """The same error with the tensor's whole name; a message about the configuration keeps its key."""
     key = error.key
-    if key is not None and key.rpartition(".")[2] in ("weight", "bias"):
+    if key is not None and key.rpartition(".")[2] in _TENSOR_ENDS:
         key = f"{prefix}.{key}"
     return LayerBuildError(error.message, path=error.path, key=key, got=error.got, due=error.due)

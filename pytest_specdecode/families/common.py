@@ -47,3 +47,11 @@ def read_eps(view: ConfigView) -> float:
     """`rms_norm_eps`; 1e-6, the Llama and Qwen classes' default, where absent."""
     eps = view.layer.number("rms_norm_eps")
     return 1e-6 if eps is None else eps
+
+
+def stores_fused_qkv(view: ConfigView, layer: int, *, default: bool = False) -> bool:
+    """Whether q, k and v of `layer` are stored as one `qkv_proj`; `default` where the weights say neither, or are not there."""
+    prefix = f"layers.{layer}.self_attn"
+    if f"{prefix}.qkv_proj.weight" in view.tensors:
+        return True
+    return default and f"{prefix}.q_proj.weight" not in view.tensors

@@ -6,6 +6,7 @@ imported and weights are read.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_specdecode.checkpoint import CONFIG_NAME, Checkpoint, TensorHeader
 from pytest_specdecode.errors import CheckpointError, ConfigError, LayerBuildError, printable
-from pytest_specdecode.families.base import ExpectedTensor, Family, ReferenceLayer, open_view
+from pytest_specdecode.families.base import ExpectedTensor, Family, ReferenceLayer, TensorSource, open_view
 from pytest_specdecode.families.recognise import Recognition
 from pytest_specdecode.spec import DraftSpec
 
 if TYPE_CHECKING:
     import torch
 
+    from pytest_specdecode.fused_kv.latent_path import FusedLatentKV
     from pytest_specdecode.fused_kv.path import FusedKV
 
 
@@ -51,6 +53,7 @@ class Draft:
         family: the family, or None where it is not known.
         spec: what the draft is, or None where the family is not known.
         config_faults: configuration values of the wrong type.
+        label: a name for reports, where the directory's does not tell drafts apart.
         binding: stored against expected tensors; None where the family is not known.
     """
 
@@ -67,6 +70,7 @@ class Draft:
         self.family = family
         self.spec = spec
         self.config_faults = config_faults
+        self.label: str | None = None
         self.binding = None if family is None or spec is None else _bind(checkpoint, family, spec)
 
     @property
@@ -76,8 +80,8 @@ class Draft:
 
     @property
     def name(self) -> str:
-        """The directory's name, for people; nothing is decided by it."""
-        return printable(self.path.resolve().name)
+        """What tells this draft from others, for people: `label`, else the directory's name. Nothing is decided by it."""
+        return printable(self.label or Path(os.path.abspath(self.path)).name)
 
     @property
     def unread_config(self) -> CheckpointError | None:
@@ -127,6 +131,10 @@ class Draft:
         _, spec = self._known()
         return tuple(self.layer(index, dtype=dtype, device=device) for index in range(len(spec.layers)))
 
+    def source(self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> TensorSource:
+        """The draft's tensors as a family's builders take them: in `dtype` (as stored where None), on `device`."""
+        return _Source(self, dtype, device)
+
     @property
     def fused_kv_reason(self) -> str | None:
         """Why this draft has no stacked K/V path, or None where it has one."""
@@ -162,6 +170,41 @@ class Draft:
             max_position_hint=max_position_hint,
         )
 
+    @property
+    def fused_latent_reason(self) -> str | None:
+        """Why this draft has no stacked latent path, or None where it has one."""
+        family, spec = self._known()
+        return family.fused_latent_reason(spec)
+
+    def fused_latent_kv(
+        self,
+        *,
+        layers: tuple[ReferenceLayer, ...] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        max_position_hint: int | None = None,
+    ) -> FusedLatentKV:
+        """The stacked latent path over all layers, for drafts whose attention keeps one latent row per token.
+
+        Raises:
+            FusedKVError: the layers are not of one shape, or the draft has no such path.
+        """
+        from pytest_specdecode.errors import StackUnsupportedError
+        from pytest_specdecode.fused_kv.latent_path import FusedLatentKV
+
+        if (reason := self.fused_latent_reason) is not None:
+            raise StackUnsupportedError(reason)
+        built: tuple[Any, ...] = self.layers(dtype=dtype, device=device) if layers is None else layers
+        first = built[0].self_attn
+        return FusedLatentKV(
+            built,
+            first.rotary_emb,
+            kv_lora_rank=first.kv_lora_rank,
+            qk_rope_head_dim=first.qk_rope_head_dim,
+            device=device,
+            max_position_hint=max_position_hint,
+        )
+
     def describe(self) -> str:
         """One line: family, packaging, layers, parameters, dtype."""
         if self.spec is None:
@@ -191,10 +234,14 @@ class _Source:
         stored = self._draft.binding.stored if self._draft.binding is not None else {}
         return {
             # A copy, since a tensor from a mapped file is shared by all who ask for it, and a fresh layer is its owner's to change.
-            name.removeprefix(f"{prefix}."): self._draft.tensor(name).to(self._device, self._dtype, copy=True)
+            name.removeprefix(prefix).removeprefix("."): self._converted(self._draft.tensor(name))
             for name in stored
-            if name.startswith(f"{prefix}.")
+            if name == prefix or name.startswith(f"{prefix}.")
         }
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A map's offsets stay what they are: a narrow float would round them.
+        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None, copy=True)
 
 
 def _bind(checkpoint: Checkpoint, family: Family, spec: DraftSpec) -> Binding:

@@ -8,9 +8,12 @@ Layer 0, for a token's embedding and a hidden state g [T, H] (the fused taps at 
     logits = lm_head(norm(z))           recycled = norm(z) if norm_output else z
 
 The taps are fused by `fc` over their concatenation [T, K * Ht], each normed before by `fc_norm` (3.1), or all at once by `input_norm`
-(`norm_before_fc`). Layers from 1 on are plain decoder layers over H.
+(`norm_before_fc`). A head with `use_aux_hidden_state` false has no `fc`: its g is the target's last state, after the target's final norm.
+Layers from 1 on are plain decoder layers over H. Qwen3-style heads norm each q and k head and may give each layer its own window.
+`Eagle3Head` is all of this but the layers.
 
-Sources: SafeAILab/EAGLE `eagle/model/cnets.py`, SpecForge `specforge/modeling/draft/llama3_eagle.py`, vLLM `llama_eagle3.py`.
+Sources: SafeAILab/EAGLE `eagle/model/cnets.py`, SpecForge `specforge/modeling/draft/llama3_eagle.py`, vLLM `llama_eagle3.py` and
+`qwen3_eagle3.py`, speculators `models/eagle3`, ModelOpt `modelopt/torch/export/plugins/hf_spec_export.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from pytest_specdecode.families.base import (
     Signal,
     TensorSource,
 )
-from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, read_vocabulary
+from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, read_vocabulary, stores_fused_qkv
 from pytest_specdecode.families.config import MAX_LAYERS, Section
 from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.families.tensors import (
@@ -57,6 +60,8 @@ if TYPE_CHECKING:
 #: Taps that every engine assumes where a file states neither ids nor a count.
 DEFAULT_TAP_COUNT = 3
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
 _LEGACY = {
     "logit_head.": "lm_head.",
     "aux_norm_low.": "fc_norm.0.",
@@ -70,6 +75,7 @@ class Eagle3(Family):
 
     name = "eagle3"
     title = "EAGLE3 (Llama style)"
+    packagings: tuple[str, ...] = ("plain", "speculators")
     fused_kv = "an EAGLE3 draft computes the K/V of its own steps; no engine stacks them over layers"
     tiny: Mapping[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -97,6 +103,8 @@ class Eagle3(Family):
 
     def signals(self, view: ConfigView) -> list[Signal]:
         """Label, 2H-wide q_proj under an `fc`, or EAGLE3's own keys."""
+        if relative_of(view) is not None:
+            return label_signals(view, self.name, mla=False)
         return [
             *label_signals(view, self.name, mla=False),
             *self._tensor_signals(view),
@@ -105,7 +113,7 @@ class Eagle3(Family):
 
     def parse(self, view: ConfigView) -> DraftSpec:
         """The spec; layers from 1 on read H, layer 0 reads 2H."""
-        return parse_eagle3(view, self.name, self._attention)
+        return parse_eagle3(view, self.name, read_attention)
 
     def tensors(self, spec: DraftSpec) -> tuple[ExpectedTensor, ...]:
         """`fc`, the layers, `norm`, and the vocabulary's tensors."""
@@ -115,30 +123,16 @@ class Eagle3(Family):
         """The reference layer."""
         return Eagle3Layer(spec, layer, source)
 
+    def build_head(self, spec: DraftSpec, source: TensorSource) -> Eagle3Head:
+        """What stands around the layers."""
+        return Eagle3Head(spec, source)
+
     def canonical(self, name: str, root: Section | None = None) -> str:
         """`midlayer.`, a leading `model.` and the legacy names of heads and tap norms."""
         return canonical_eagle3(name)
 
     def _tensor_signals(self, view: ConfigView) -> list[Signal]:
         return width_signals(view, self.name, "layers.0.self_attn.q_proj.weight")
-
-    def _attention(self, view: ConfigView, index: int) -> GQASpec:
-        hidden = view.layer.extent("hidden_size")
-        head_dim = read_head_dim(view)
-        has_bias = bool(view.layer.flag("attention_bias"))
-        return GQASpec(
-            num_heads=view.layer.extent("num_attention_heads"),
-            num_kv_heads=view.layer.extent("num_key_value_heads", "num_attention_heads"),
-            head_dim=head_dim,
-            in_features=times(2, hidden) if index == 0 else hidden,
-            out_features=hidden,
-            rope=read_rope(view.layer, head_dim=head_dim, is_neox_style=view.layer.flag("is_neox_style") is not False),
-            qk_norm=f"layers.{index}.self_attn.q_norm.weight" in view.tensors
-            or (not view.tensors and view.layer.text("model_type") == "qwen3" and view.packaging == "speculators"),
-            qkv_bias=has_bias,
-            o_bias=has_bias,
-            sliding_window=view.layer.extent("sliding_window") if view.layer.flag("use_sliding_window") else None,
-        )
 
 
 class Eagle3Layer(ReferenceLayer):
@@ -162,7 +156,11 @@ class Eagle3Layer(ReferenceLayer):
         self.hidden_norm = build_norm(layer, source, f"{prefix}.hidden_norm") if self.first else None
 
     def forward(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any = None
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any = None,
     ) -> torch.Tensor:
         """The new hidden state z.
 
@@ -216,8 +214,145 @@ class Eagle3Layer(ReferenceLayer):
         return torch.cat(pieces, dim=-2)
 
 
+class Eagle3Head:
+    """What stands around the layers of an EAGLE3 draft: the fusion of the taps, the final norm, the head. See the module's formula.
+
+    Attributes:
+        fc: Linear [H, K * Ht], or None where `use_aux_hidden_state` is false.
+        input_norm: norm over K * Ht, or None. fc_norm: a norm per tap, or empty.
+        norm: final norm over H.
+        lm_head: Linear [Vd, H], or None where the target's serves.
+    """
+
+    def __init__(self, spec: DraftSpec, source: TensorSource) -> None:
+        from pytest_specdecode.families.building import take_named
+        from pytest_specdecode.layers import Linear, RMSNorm
+        from pytest_specdecode.layers.linear import known
+
+        flags = spec.eagle3 or Eagle3Flags()
+        hidden = known(spec.hidden_size, "hidden_size")
+        target_hidden = known(spec.target_hidden_size, "target_hidden_size")
+        taps = known(spec.taps.count, "num_aux_hidden_states") if spec.taps.required else 0
+
+        def normed(name: str, width: int) -> RMSNorm:
+            return RMSNorm(take_named(source, f"{name}.weight", (width,)), spec.norm_eps)
+
+        self.norm_output = flags.norm_output
+        self.input_norm = normed("input_norm", taps * target_hidden) if taps and flags.norm_before_fc else None
+        self.fc_norm = [normed(f"fc_norm.{index}", target_hidden) for index in range(taps)] if flags.fc_norm else []
+        self.fc: Linear | None = None
+        if taps:
+            fc_bias = take_named(source, "fc.bias", (hidden,)) if flags.fc_bias else None
+            self.fc = Linear(take_named(source, "fc.weight", (hidden, taps * target_hidden)), fc_bias, name="fc.weight")
+        self.norm = normed("norm", hidden)
+        head = source.under("lm_head").get("weight")
+        self.lm_head = None if head is None else Linear(head, name="lm_head.weight")
+
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        """The first hidden state g [..., H] from the taps side by side, [..., K * Ht]; without `fc`, the state itself."""
+        import torch
+
+        if self.fc is None:
+            return taps
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm:
+            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        fused: torch.Tensor = self.fc(taps)
+        return fused
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., Vd] of the last layer's output z [..., H].
+
+        Raises:
+            LayerBuildError: the draft has no head of its own.
+        """
+        from pytest_specdecode.errors import LayerBuildError
+
+        if self.lm_head is None:
+            raise LayerBuildError("is not in the weights; the target's head serves this draft", key="lm_head.weight")
+        scores: torch.Tensor = self.lm_head(self.norm(hidden))
+        return scores
+
+    def recycled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the next draft step takes as its hidden state, from the last layer's output z [..., H]."""
+        return self.norm(hidden) if self.norm_output else hidden
+
+
+def read_attention(view: ConfigView, index: int) -> GQASpec:
+    """The grouped-query attention of layer `index`, 2H wide in layer 0."""
+    hidden = view.layer.extent("hidden_size")
+    head_dim = read_head_dim(view)
+    has_bias = bool(view.layer.flag("attention_bias"))
+    return GQASpec(
+        num_heads=view.layer.extent("num_attention_heads"),
+        num_kv_heads=view.layer.extent("num_key_value_heads", "num_attention_heads"),
+        head_dim=head_dim,
+        in_features=times(2, hidden) if index == 0 else hidden,
+        out_features=hidden,
+        rope=read_rope(
+            view.layer,
+            head_dim=head_dim,
+            is_neox_style=view.layer.flag("is_neox_style") is not False,
+            layer_type=_rope_entry(view, index),
+        ),
+        qk_norm=_has_qk_norm(view),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        sliding_window=view.layer.extent("sliding_window") if layer_type(view, index) == SLIDING else None,
+        fused_qkv=stores_fused_qkv(view, index),
+    )
+
+
+def layer_type(view: ConfigView, index: int) -> str:
+    """`layer_types[index]` where the file lists types, else what `use_sliding_window` says of all layers."""
+    types = view.layer.texts("layer_types")
+    if types:
+        return types[index] if index < len(types) else FULL
+    return SLIDING if view.layer.flag("use_sliding_window") else FULL
+
+
+def _rope_entry(view: ConfigView, index: int) -> str:
+    """The entry of per-type RoPE parameters; speculators trains every layer with the sliding layers' where there is one."""
+    per_type = view.layer.section("rope_parameters")
+    if view.packaging == "speculators" and isinstance(per_type.raw(SLIDING), Mapping):
+        return SLIDING
+    return layer_type(view, index)
+
+
+def _has_qk_norm(view: ConfigView) -> bool:
+    """Qwen3 classes norm q and k whatever the file holds; another label says nothing, and the tensors decide."""
+    qwen3 = view.packaging == "speculators" and view.layer.text("model_type") == "qwen3"
+    named = any(re.match(r"Eagle3Qwen3(?!vl)", name) for name in view.root.texts("architectures"))
+    return (
+        qwen3
+        or named
+        or any(name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")) for name in view.tensors)
+    )
+
+
+def relative_of(view: ConfigView) -> str | None:
+    """The family that shares EAGLE3's layers and adds parts of its own, where the configuration or the tensors show those."""
+    architectures = " ".join(view.root.texts("architectures"))
+    if re.search(r"p-?eagle", architectures, re.IGNORECASE) or view.root.text("speculators_model_type") == "peagle":
+        return "peagle"
+    if re.search(r"eagle-?4", architectures, re.IGNORECASE):
+        return "eagle4"
+    if view.root.raw("parallel_drafting") is True or "mask_hidden" in view.tensors:
+        return "peagle"
+    if isinstance(view.root.raw("efficient_lm_head_config"), Mapping) or "efficient_lm_head.weight" in view.tensors:
+        return "eagle4"
+    return None
+
+
 def label_signals(view: ConfigView, family: str, *, mla: bool) -> list[Signal]:
-    """Architectures and speculators types that name EAGLE3; those that name DeepSeek are the latent form's."""
+    """Architectures and speculators types that name EAGLE3; those that name DeepSeek are the latent form's.
+
+    A label beside `parallel_drafting` is P-EAGLE's: the same class serves both.
+    """
+    if not mla and view.root.raw("parallel_drafting") is True:
+        return []
     found = [
         Signal(family=family, kind="label", where=f"architectures[{position}]", value=architecture)
         for position, architecture in enumerate(view.root.texts("architectures"))
@@ -244,11 +379,16 @@ def key_signals(view: ConfigView, family: str) -> list[Signal]:
 
 
 def width_signals(view: ConfigView, family: str, projection: str) -> list[Signal]:
-    """`fc.weight` beside a first projection that reads twice its rows."""
-    fc, first = view.tensors.get("fc.weight"), view.tensors.get(projection)
-    if fc is None or first is None or len(fc.shape) != 2 or len(first.shape) != 2:
+    """A first projection that reads twice what `fc.weight` writes or, in a head without `fc`, what `hidden_norm` is wide."""
+    first = view.tensors.get(projection)
+    fc, norm = view.tensors.get("fc.weight"), view.tensors.get("layers.0.hidden_norm.weight")
+    if first is None or len(first.shape) != 2:
         return []
-    if first.shape[1] != 2 * fc.shape[0]:
+    if fc is not None:
+        hidden = fc.shape[0] if len(fc.shape) == 2 else None
+    else:
+        hidden = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
+    if not hidden or first.shape[1] != 2 * hidden:
         return []
     return [Signal(family=family, kind="tensors", where=projection, value=list(first.shape))]
 
@@ -290,6 +430,7 @@ def parse_eagle3(view: ConfigView, family: str, attention: Any) -> DraftSpec:
                 hidden_act=view.layer.text("hidden_act") or "silu",
                 mlp_bias=bool(view.layer.flag("mlp_bias")),
                 norm_eps=read_eps(view),
+                layer_type=layer_type(view, index),
                 is_causal=True,
             )
             for index in range(_layers_built(view, stated))
@@ -307,19 +448,21 @@ def eagle3_tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
     hidden, target_hidden = spec.hidden_size, spec.target_hidden_size
     flags = spec.eagle3 or Eagle3Flags()
     width = times(spec.taps.count, target_hidden)
-    yield ExpectedTensor(
-        name="fc.weight",
-        shape=(hidden, width if spec.taps.required else None),
-        need="required" if spec.taps.required else "optional",
-        reason="" if spec.taps.required else "`use_aux_hidden_state` is false: the draft reads one hidden state",
-        fault="fc-missing",
-    )
-    yield bias("fc.bias", hidden, flags.fc_bias)
-    if flags.norm_before_fc:
-        yield norm("input_norm", width)
-    if flags.fc_norm:
-        for index in range(spec.taps.count or 0):
-            yield norm(f"fc_norm.{index}", target_hidden)
+    if spec.taps.required:
+        yield ExpectedTensor(name="fc.weight", shape=(hidden, width), fault="fc-missing")
+        yield bias("fc.bias", hidden, flags.fc_bias)
+        if flags.norm_before_fc:
+            yield norm("input_norm", width)
+        if flags.fc_norm:
+            for index in range(spec.taps.count or 0):
+                yield norm(f"fc_norm.{index}", target_hidden)
+    else:
+        yield ExpectedTensor(
+            name="fc.weight",
+            shape=(hidden, None),
+            need="never",
+            reason="use_aux_hidden_state is false, so the draft reads the target's last state as it is",
+        )
     for layer in spec.layers:
         prefix = f"layers.{layer.index}"
         if layer.index == 0:
@@ -361,6 +504,8 @@ def mla_tensors(layer: LayerSpec, attention: MLASpec) -> Iterator[ExpectedTensor
     }
     for name, shape in shapes.items():
         yield ExpectedTensor(name=f"{prefix}.{name}.weight", shape=shape, layer=layer.index)
+    for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"):
+        yield bias(f"{prefix}.{name}.bias", shapes[name][0], False, layer.index)
 
 
 def _layers_built(view: ConfigView, stated: int | None) -> int:

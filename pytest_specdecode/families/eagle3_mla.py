@@ -15,6 +15,7 @@ from typing import Any
 from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.eagle3 import (
+    Eagle3Head,
     Eagle3Layer,
     canonical_eagle3,
     eagle3_tensors,
@@ -33,6 +34,7 @@ class Eagle3MLA(Family):
 
     name = "eagle3-mla"
     title = "EAGLE3-MLA (Kimi K2.x)"
+    packagings: tuple[str, ...] = ("plain",)
     fused_kv = (
         "an EAGLE3-MLA draft has one layer and interleaved RoPE on a latent; no engine has a stacked K/V path for it"
     )
@@ -90,6 +92,10 @@ class Eagle3MLA(Family):
     def build_layer(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> ReferenceLayer:
         """The reference layer."""
         return Eagle3Layer(spec, layer, source)
+
+    def build_head(self, spec: DraftSpec, source: TensorSource) -> Eagle3Head:
+        """What stands around the layers, as in EAGLE3."""
+        return Eagle3Head(spec, source)
 
     def canonical(self, name: str, root: Section | None = None) -> str:
         """As EAGLE3."""

@@ -2,7 +2,8 @@
 
 Every family states the signals that speak for it. Names that a file gives itself (architecture, speculators type, projector type)
 outrank the tensors' names and shapes, and those outrank configuration keys. Where signals of the highest kind present disagree, no
-family is chosen; where a lower kind contradicts the choice, the choice stands and the contradiction is kept for a finding.
+family is chosen; where a lower kind contradicts the choice, the choice stands and the contradiction is kept for a finding. A file
+whose every size is null, with no weights beside it, is an exporter's template and of no family.
 """
 
 from __future__ import annotations
@@ -18,21 +19,8 @@ from pytest_specdecode.families.base import ConfigView, Family, Signal, SignalKi
 KINDS: tuple[SignalKind, ...] = ("label", "tensors", "keys")
 
 #: Families that are known by name only: a file of one of them is turned away by name, not misread as a neighbour.
-NOT_READ: tuple[tuple[str, str], ...] = (
-    ("dspark", r"DSpark"),
-    ("dflash2", r"^DFlash2"),
-    ("domino", r"Domino"),
-    ("dflare", r"DFlare"),
-    ("peagle", r"P-?[Ee]agle"),
-    ("eagle4", r"Eagle-?4"),
-    ("gemma4-assistant", r"Gemma4Assistant"),
-    ("mtp", r"MTP|NextN"),
-    ("medusa", r"Medusa"),
-    ("hydra", r"Hydra"),
-    ("mlp-speculator", r"MLPSpeculator"),
-    ("xpress", r"XPress"),
-)
-_NOT_READ_TYPES = {"eagle": "eagle1", "medusa": "medusa", "mlp_speculator": "mlp-speculator"}
+NOT_READ: tuple[tuple[str, str], ...] = ()
+_NOT_READ_TYPES: dict[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +31,13 @@ class Recognition:
         family: the name of the family, or None where none or several are named.
         signals: all evidence, strongest first.
         disagreement: the families that the evidence names, where that is more than one.
+        is_template: every size in the configuration is null and there are no weights: a template, not a configuration.
     """
 
     family: str | None
     signals: tuple[Signal, ...]
     disagreement: tuple[str, ...] = ()
+    is_template: bool = False
 
     def evidence(self) -> dict[str, list[str]]:
         """Per family, the signals that speak for it, as text."""
@@ -64,6 +54,8 @@ def recognise(checkpoint: Checkpoint, families: Sequence[Family]) -> Recognition
     signals += [signal for signal in _by_name_only(open_view(checkpoint)) if signal.family not in read]
     signals.sort(key=lambda signal: KINDS.index(signal.kind))
     named = _named(signals)
+    if _is_template(open_view(checkpoint)):
+        return Recognition(family=None, signals=tuple(signals), is_template=True)
     strongest = next((named[kind] for kind in KINDS if named[kind]), [])
     # Keys alone never contradict a name or the tensors: configurations copied from elsewhere carry foreign keys.
     telling = sorted({*named["label"], *named["tensors"]}) or sorted(named["keys"])
@@ -72,6 +64,11 @@ def recognise(checkpoint: Checkpoint, families: Sequence[Family]) -> Recognition
         signals=tuple(signals),
         disagreement=tuple(telling) if len(telling) > 1 else (),
     )
+
+
+def _is_template(view: ConfigView) -> bool:
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return not view.tensors and all(key in view.layer and view.layer.raw(key) is None for key in sizes)
 
 
 def _named(signals: Sequence[Signal]) -> dict[SignalKind, list[str]]:
@@ -87,12 +84,6 @@ def _by_name_only(view: ConfigView) -> list[Signal]:
         for position, architecture in enumerate(view.root.texts("architectures"))
         for family, pattern in NOT_READ
         if re.search(pattern, architecture)
-    ]
-    architectures = view.root.texts("architectures")
-    found += [
-        label("eagle1", f"architectures[{position}]", architecture)
-        for position, architecture in enumerate(architectures)
-        if re.match(r"Eagle(?!-?[34])", architecture) and "MTP" not in architecture
     ]
     packaged = view.root.text("speculators_model_type")
     if packaged in {family for family, _ in NOT_READ}:

@@ -9,15 +9,25 @@ from pytest_specdecode.spec import DraftSpec, Extent, GQASpec, LayerSpec, plus, 
 
 
 def gqa_tensors(layer: LayerSpec, attention: GQASpec, *, fused_qkv: bool = False) -> Iterator[ExpectedTensor]:
-    """Projections of grouped-query attention and, where the layer has them, its head norms."""
+    """Projections of grouped-query attention and, where the layer has them, its head norms.
+
+    q, k and v are one `qkv_proj` where `fused_qkv` or the spec says so.
+    """
     prefix = f"layers.{layer.index}.self_attn"
     q_rows = times(attention.num_heads, attention.head_dim)
     kv_rows = times(attention.num_kv_heads, attention.head_dim)
-    rows: list[tuple[str, Extent]] = [("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)]
-    if fused_qkv:
+    rows: list[tuple[str, Extent]] = [("q_proj", times(2, q_rows) if attention.q_gate else q_rows), ("k_proj", kv_rows)]
+    if not attention.k_eq_v:
+        rows.append(("v_proj", kv_rows))
+    if fused_qkv or attention.fused_qkv:
         rows = [("qkv_proj", plus(q_rows, times(2, kv_rows)))]
+    if attention.target_kv:
+        rows += [("k_proj_target", kv_rows), ("v_proj_target", kv_rows)]
     for name, extent in rows:
         yield ExpectedTensor(name=f"{prefix}.{name}.weight", shape=(extent, attention.in_features), layer=layer.index)
+    if attention.output_gate is not None:
+        gates = attention.num_heads if attention.output_gate == "per-head" else q_rows
+        yield ExpectedTensor(name=f"{prefix}.g_proj.weight", shape=(gates, attention.in_features), layer=layer.index)
     yield ExpectedTensor(name=f"{prefix}.o_proj.weight", shape=(attention.out_features, q_rows), layer=layer.index)
     for name, extent in rows:
         yield bias(f"{prefix}.{name}.bias", extent, attention.qkv_bias, layer.index)

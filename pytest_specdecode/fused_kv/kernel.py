@@ -17,10 +17,17 @@ Arithmetic is float32 from the load to the store, where K is rounded once. V is 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pytest_specdecode.errors import InputError, StackMismatchError
+from pytest_specdecode.fused_kv.inputs import (
+    check_block,
+    check_dtypes,
+    check_out,
+    check_positions_and_table,
+    next_power_of_two,
+    unit_last_stride,
+)
 from pytest_specdecode.fused_kv.stack import valid_rotary
 from pytest_specdecode.launch import jit, launch
 
@@ -69,23 +76,16 @@ def fused_norm_rope(
     if tokens == 0:
         return kv.new_empty(shape), kv.new_empty(shape)
     _check_parameters(k_norm_weight, eps, layers, head_dim, rotary_dim)
-    k_out = kv.new_empty(shape) if k_out is None else _check_out("k_out", k_out, kv, shape)
-    v_out = kv.new_empty(shape) if v_out is None else _check_out("v_out", v_out, kv, shape)
-    _check_inputs(kv, positions, k_norm_weight, eps, cos_sin_cache, rotary_dim)
-    if kv.stride(2) != 1:
-        kv = kv.contiguous()
-    if k_norm_weight.stride(1) != 1:
-        k_norm_weight = k_norm_weight.contiguous()
-    if cos_sin_cache.stride(1) != 1:
-        cos_sin_cache = cos_sin_cache.contiguous()
+    k_out = kv.new_empty(shape) if k_out is None else check_out("k_out", k_out, kv, shape, "KV")
+    v_out = kv.new_empty(shape) if v_out is None else check_out("v_out", v_out, kv, shape, "KV")
+    check_positions_and_table(kv, positions, cos_sin_cache, rotary_dim, "rotary-dim", "KV")
+    check_dtypes({"kv": kv, "k_norm_weight": k_norm_weight, "eps": eps, "cos_sin_cache": cos_sin_cache}, "KV")
+    kv, k_norm_weight, cos_sin_cache = (unit_last_stride(each) for each in (kv, k_norm_weight, cos_sin_cache))
 
     rows = layers * tokens * num_kv_heads
     if block_rows is None:
         block_rows = min(512, next_power_of_two(rows)) if kv.device.type == "cpu" else 16
-    if block_rows < 1 or block_rows != next_power_of_two(block_rows):
-        raise InputError(
-            f"Invalid block_rows: got {block_rows}, expected a power of two.", axis="block_rows", got=block_rows
-        )
+    check_block(block_rows)
     if rows + block_rows > 2**31:
         raise InputError(
             f"Too many rows for one launch: {layers} layers x {tokens} tokens x {num_kv_heads} heads; split the tokens.",
@@ -128,11 +128,6 @@ def fused_norm_rope(
     return k_out, v_out
 
 
-def next_power_of_two(count: int) -> int:
-    """The least power of two that is at least `count`, and at least 1."""
-    return 1 << max(0, count - 1).bit_length()
-
-
 def _check_kv(kv: Tensor, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
     if kv.ndim != 3:
         raise StackMismatchError(
@@ -169,72 +164,6 @@ def _check_parameters(k_norm_weight: Tensor, eps: Tensor, layers: int, head_dim:
                 expected=due,
                 got=tuple(tensor.shape),
             )
-
-
-def _check_inputs(
-    kv: Tensor, positions: Tensor, k_norm_weight: Tensor, eps: Tensor, cos_sin_cache: Tensor, rotary_dim: int
-) -> None:
-    if tuple(positions.shape) != (kv.shape[0],) or positions.dtype not in INTEGERS:
-        raise InputError(
-            f"Invalid positions for fused KV materialization: got {positions.dtype} {tuple(positions.shape)}, expected integers "
-            f"({kv.shape[0]},).",
-            axis="positions",
-            expected=(kv.shape[0],),
-            got=tuple(positions.shape),
-        )
-    if cos_sin_cache.ndim != 2 or cos_sin_cache.shape[1] != rotary_dim:
-        raise StackMismatchError(
-            f"Invalid cos_sin_cache shape for fused KV materialization: got {tuple(cos_sin_cache.shape)}, expected (rows, {rotary_dim}).",
-            axis="rotary-dim",
-            expected=rotary_dim,
-            got=tuple(cos_sin_cache.shape),
-        )
-    for name, tensor in (("kv", kv), ("k_norm_weight", k_norm_weight), ("eps", eps), ("cos_sin_cache", cos_sin_cache)):
-        if tensor.dtype not in FLOATS:
-            raise InputError(
-                f"Invalid {name} dtype for fused KV materialization: got {tensor.dtype}, expected one of {FLOATS}.",
-                axis=name,
-                expected=FLOATS,
-                got=tensor.dtype,
-            )
-        if tensor.device != kv.device:
-            raise InputError(
-                f"Invalid {name} device for fused KV materialization: got {tensor.device}, expected {kv.device}.",
-                axis=name,
-                expected=kv.device,
-                got=tensor.device,
-            )
-
-
-def _check_out(name: str, out: Tensor, kv: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if tuple(out.shape) != shape:
-        raise StackMismatchError(
-            f"Invalid {name} shape for fused KV materialization: got {tuple(out.shape)}, expected {shape}.",
-            axis=name,
-            expected=shape,
-            got=tuple(out.shape),
-        )
-    if out.device != kv.device or out.dtype != kv.dtype:
-        raise StackMismatchError(
-            f"Invalid {name} device/dtype for fused KV materialization: got device={out.device}, dtype={out.dtype}, "
-            f"expected device={kv.device}, dtype={kv.dtype}.",
-            axis=name,
-            expected=(kv.device, kv.dtype),
-            got=(out.device, out.dtype),
-        )
-    if out.stride(3) != 1:
-        raise StackMismatchError(
-            f"Invalid {name} strides for fused KV materialization: got {out.stride()}, expected a last stride of 1.",
-            axis=name,
-            expected=1,
-            got=out.stride(),
-        )
-    return out
-
-
-#: What the kernel reads and writes as numbers, and as positions.
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
 @jit

@@ -29,7 +29,7 @@ What happens to each condition that SGLang's helper does not check:
     zero layers                          an error at construction
     value scale on every layer           supported
     value scale differs                  axis value-scale
-    input norm on the context            unsupported, where a layer says so
+    input norm on the context            supported where every layer gives it, by one batched GEMM; else unsupported
     weights changed after construction   noticed by FusedKV, or `refresh_weights`
     positions, ctx_hidden                FusedKV.materialize
 """
@@ -91,7 +91,8 @@ class LayerFacts:
         k_norm_width: entries of k_norm's weight.
         rope_problem: why the rope table cannot be used, or None.
         rope_table: the table itself, where there is one.
-        context_norm: whether the layer norms the context before projecting it (Laguna).
+        context_norm: `none`; `given`, where the layer norms the context before projecting it and has that norm as `context_norm`
+            (Laguna); `hidden`, where it only says that it does.
     """
 
     num_kv_heads: int | None = None
@@ -115,7 +116,7 @@ class LayerFacts:
     k_norm_width: int | None = None
     rope_problem: str | None = None
     rope_table: Any = field(default=None, compare=False, repr=False)
-    context_norm: bool | None = None
+    context_norm: str | None = None
 
 
 def validate(
@@ -185,12 +186,12 @@ def facts_of(layer: Any) -> LayerFacts:
     absent `k_norm` is `none`.
     """
     attn = layer.self_attn
-    head_dim, num_kv_heads = _int(attn, "head_dim"), _int(attn, "num_kv_heads")
+    head_dim, num_kv_heads = int_attribute(attn, "head_dim"), int_attribute(attn, "num_kv_heads")
     rope = rope_facts(getattr(attn, "rotary_emb", None), head_dim)
-    q_size, kv_size = _int(attn, "q_size"), _int(attn, "kv_size")
+    q_size, kv_size = int_attribute(attn, "q_size"), int_attribute(attn, "kv_size")
     qkv = getattr(attn, "qkv_proj", None)
     weight, quantization = getattr(qkv, "weight", None), quantization_of(qkv)
-    rows, hidden = _matrix_shape(weight) if quantization is None else (None, None)
+    rows, hidden = matrix_shape(weight) if quantization is None else (None, None)
     norm = getattr(attn, "k_norm", None)
     norm_weight = getattr(norm, "weight", None)
     width = None if norm_weight is None else int(norm_weight.shape[-1])
@@ -202,7 +203,7 @@ def facts_of(layer: Any) -> LayerFacts:
         rope_theta=rope.rope_theta,
         rope_scaling=rope.rope_scaling,
         hidden_size=hidden,
-        dtype=None if quantization is not None or weight is None else _dtype_name(weight.dtype),
+        dtype=None if quantization is not None or weight is None else dtype_name(weight.dtype),
         bias=None if qkv is None else getattr(qkv, "bias", None) is not None,
         k_norm="none" if width is None else "per-head" if width == head_dim else "whole",
         norm_kind=None if norm is None else norm_kind_of(norm),
@@ -216,8 +217,16 @@ def facts_of(layer: Any) -> LayerFacts:
         k_norm_width=width,
         rope_problem=rope.rope_problem,
         rope_table=rope.rope_table,
-        context_norm=any(getattr(part, "supports_fused_context_kv", True) is False for part in (layer, attn)),
+        context_norm=context_norm_of(layer),
     )
+
+
+def context_norm_of(layer: Any) -> str:
+    """Whether the layer norms the context, in the words of `LayerFacts.context_norm`."""
+    if getattr(layer, "context_norm", None) is not None:
+        return "given"
+    refuses = any(getattr(part, "supports_fused_context_kv", True) is False for part in (layer, layer.self_attn))
+    return "hidden" if refuses else "none"
 
 
 def rope_facts(rotary_emb: Any, head_dim: int | None = None) -> LayerFacts:
@@ -304,7 +313,7 @@ def quantization_of(qkv: Any) -> str | None:
     if weight is None:
         packed = [name for name in ("qweight", "weight_packed") if getattr(qkv, name, None) is not None]
         return packed[0] if packed else None
-    name = _dtype_name(weight.dtype)
+    name = dtype_name(weight.dtype)
     return name if name.startswith("float8") or name in ("int8", "uint8", "int32") else None
 
 
@@ -319,11 +328,11 @@ def _sglang_checks(
     rotary_dim: int | None,
     is_neox_style: bool | None,
 ) -> Iterator[StackMismatchError]:
-    if _differ(num_kv_heads, fact.num_kv_heads):
-        yield _mismatch("num_kv_heads", "num-kv-heads", num_kv_heads, fact.num_kv_heads, layer)
-    if _differ(head_dim, fact.head_dim):
-        yield _mismatch("head_dim", "head-dim", head_dim, fact.head_dim, layer)
-    width, style = _differ(rotary_dim, fact.rotary_dim), _differ(is_neox_style, fact.is_neox_style)
+    if differ(num_kv_heads, fact.num_kv_heads):
+        yield mismatch("num_kv_heads", "num-kv-heads", num_kv_heads, fact.num_kv_heads, layer)
+    if differ(head_dim, fact.head_dim):
+        yield mismatch("head_dim", "head-dim", head_dim, fact.head_dim, layer)
+    width, style = differ(rotary_dim, fact.rotary_dim), differ(is_neox_style, fact.is_neox_style)
     if not width and not style:
         return
     # SGLang reads a style that is not stated as neox, so the text has a value for it either way.
@@ -348,21 +357,17 @@ def _remaining_axes(
     rotary_dim: int | None,
 ) -> Iterator[StackMismatchError | StackUnsupportedError]:
     ropes = facts if shared_rope is None else (shared_rope, *facts)
-    due = {name: _first_known(ropes if name.startswith("rope") else facts, name) for _, name, _ in _PLAIN_AXES}
-    table = next((fact.rope_table for fact in ropes if fact.rope_table is not None), None)
+    due = due_values(_PLAIN_AXES, facts, ropes)
+    table = first_known(ropes, "rope_table")
     kv_size = None if num_kv_heads is None or head_dim is None else num_kv_heads * head_dim
     for layer, fact in enumerate(facts):
-        if _differ(kv_size, fact.kv_size):
-            yield _mismatch("kv_size", "num-kv-heads", kv_size, fact.kv_size, layer)
+        if differ(kv_size, fact.kv_size):
+            yield mismatch("kv_size", "num-kv-heads", kv_size, fact.kv_size, layer)
         for axis, name, what in _PLAIN_AXES:
-            got = getattr(fact, name)
-            if axis == "quantization":
-                if got != facts[0].quantization:
-                    yield _mismatch(what, axis, facts[0].quantization or "none", got or "none", layer)
-            elif _differ(due[name], got):
-                yield _mismatch(what, axis, due[name], got, layer)
-            elif axis == "rope-scaling" and not _differ(due["rope_theta"], fact.rope_theta):
-                yield from _table_checks(layer, fact, table, rotary_dim)
+            if (fault := axis_mismatch(axis, what, due[name], getattr(fact, name), layer)) is not None:
+                yield fault
+            elif axis == "rope-scaling" and not differ(due["rope_theta"], fact.rope_theta):
+                yield from table_mismatches(layer, fact, table, rotary_dim)
             elif axis == "q-size":
                 yield from _row_check(layer, fact, kv_size)
 
@@ -380,6 +385,8 @@ _PLAIN_AXES = (
     ("value-scale", "value_scale", "value scale"),
     ("q-size", "q_size", "q_size"),
     ("quantization", "quantization", "quantization"),
+    # Not an axis: a layer either brings the norm or is no layer of this kind of stack.
+    ("context-norm", "context_norm", "norm of the context"),
 )
 
 
@@ -399,50 +406,14 @@ def _row_check(layer: int, fact: LayerFacts, kv_size: int | None) -> Iterator[St
     )
 
 
-def _table_checks(
-    layer: int, fact: LayerFacts, table: Any, rotary_dim: int | None
-) -> Iterator[StackMismatchError | StackUnsupportedError]:
-    if fact.rope_table is None or _differ(rotary_dim, fact.rotary_dim):
-        return
-    width = int(fact.rope_table.shape[1])
-    if _differ(rotary_dim, width):
-        yield _mismatch("cos_sin_cache width", "rotary-dim", rotary_dim, width, layer)
-        return
-    row = first_differing_row(table, fact.rope_table)
-    if row is not None:
-        yield StackMismatchError(
-            "RoPE table mismatch across layers for fused KV path: expected the rows of the shared cos_sin_cache, "
-            f"got other values from position {row} on at layer {layer}.",
-            axis="rope-scaling",
-            expected="the shared cos_sin_cache",
-            got=f"another row at position {row}",
-            layer=layer,
-        )
-
-
 def _unsupported(
     facts: Sequence[LayerFacts], shared_rope: LayerFacts | None, head_dim: int | None
 ) -> Iterator[StackUnsupportedError]:
     """What all layers may agree in but the path cannot do; each once, for the first layer that has it."""
     if shared_rope is not None and shared_rope.rope_problem is not None:
-        yield StackUnsupportedError(
-            f"RoPE without a usable table is not supported for fused KV path: {shared_rope.rope_problem}.",
-            axis="rope-scaling",
-            expected="cos_sin_cache [positions, rotary_dim]",
-            got=shared_rope.rope_problem,
-        )
+        yield no_usable_table(shared_rope.rope_problem)
     for axis, due, text, offends in _LIMITS:
-        for layer, fact in enumerate(facts):
-            got = offends(fact, head_dim)
-            if got is not None:
-                yield StackUnsupportedError(
-                    f"{text} is not supported for fused KV path: {got} at layer {layer}.",
-                    axis=axis,
-                    expected=due,
-                    got=got,
-                    layer=layer,
-                )
-                break
+        yield from first_beyond_limit(axis, due, text, [offends(fact, head_dim) for fact in facts])
 
 
 def _table_limit(fact: LayerFacts, head_dim: int | None) -> Any:
@@ -469,7 +440,7 @@ def _norm_kind_limit(fact: LayerFacts, head_dim: int | None) -> Any:
 
 def _v_limit(fact: LayerFacts, head_dim: int | None) -> Any:
     due = head_dim if head_dim is not None else fact.head_dim
-    return fact.v_head_dim if _differ(due, fact.v_head_dim) else None
+    return fact.v_head_dim if differ(due, fact.v_head_dim) else None
 
 
 def _quantization_limit(fact: LayerFacts, head_dim: int | None) -> Any:
@@ -477,7 +448,7 @@ def _quantization_limit(fact: LayerFacts, head_dim: int | None) -> Any:
 
 
 def _context_norm_limit(fact: LayerFacts, head_dim: int | None) -> Any:
-    return "supports_fused_context_kv=False" if fact.context_norm else None
+    return "supports_fused_context_kv=False" if fact.context_norm == "hidden" else None
 
 
 _LIMITS: tuple[tuple[str, Any, str, Any], ...] = (
@@ -519,14 +490,79 @@ def first_differing_row(due: Any, got: Any) -> int | None:
     return int(wrong[0]) if len(wrong) else None
 
 
-def _mismatch(what: str, axis: str, expected: Any, got: Any, layer: int) -> StackMismatchError:
+def axis_mismatch(
+    axis: str, what: str, expected: Any, got: Any, layer: int, *, path: str = "KV"
+) -> StackMismatchError | None:
+    """The error where a layer's value of a plain axis is not the one expected. An unknown value differs from nothing; but a weight that is
+    not said to be quantised is plain."""
+    if axis == "quantization":
+        expected, got = expected or "none", got or "none"
+    return mismatch(what, axis, expected, got, layer, path=path) if differ(expected, got) else None
+
+
+def mismatch(what: str, axis: str, expected: Any, got: Any, layer: int, *, path: str = "KV") -> StackMismatchError:
+    """The error for a layer that is not as the others; `path` is `KV` or `latent`."""
     return StackMismatchError(
-        f"{what} mismatch across layers for fused KV path: expected {_shown(expected)}, got {_shown(got)} at layer {layer}.",
+        f"{what} mismatch across layers for fused {path} path: expected {_shown(expected)}, got {_shown(got)} at layer {layer}.",
         axis=axis,
         expected=expected,
         got=got,
         layer=layer,
     )
+
+
+def table_mismatches(
+    layer: int, fact: Any, table: Any, rotary_dim: int | None, *, width_axis: str = "rotary-dim", path: str = "KV"
+) -> Iterator[StackMismatchError]:
+    """What a layer's own rope table says against the shared one: another width, else other rows."""
+    if fact.rope_table is None or differ(rotary_dim, fact.rotary_dim):
+        return
+    width = int(fact.rope_table.shape[1])
+    if differ(rotary_dim, width):
+        yield mismatch("cos_sin_cache width", width_axis, rotary_dim, width, layer, path=path)
+        return
+    row = first_differing_row(table, fact.rope_table)
+    if row is not None:
+        yield StackMismatchError(
+            f"RoPE table mismatch across layers for fused {path} path: expected the rows of the shared cos_sin_cache, "
+            f"got other values from position {row} on at layer {layer}.",
+            axis="rope-scaling",
+            expected="the shared cos_sin_cache",
+            got=f"another row at position {row}",
+            layer=layer,
+        )
+
+
+def no_usable_table(problem: str, *, path: str = "KV") -> StackUnsupportedError:
+    """The error for a shared rotary object whose table cannot be used."""
+    return StackUnsupportedError(
+        f"RoPE without a usable table is not supported for fused {path} path: {problem}.",
+        axis="rope-scaling",
+        expected="cos_sin_cache [positions, rotary_dim]",
+        got=problem,
+    )
+
+
+def first_beyond_limit(
+    axis: str, due: Any, text: str, offences: Sequence[Any], *, path: str = "KV"
+) -> Iterator[StackUnsupportedError]:
+    """The error for the first layer that has what the path cannot do, `text`; `offences` has None for a layer that has not."""
+    for layer, got in enumerate(offences):
+        if got is not None:
+            yield StackUnsupportedError(
+                f"{text} is not supported for fused {path} path: {got} at layer {layer}.",
+                axis=axis,
+                expected=due,
+                got=got,
+                layer=layer,
+            )
+            return
+
+
+def due_values(axes: Sequence[tuple[str, str, str]], facts: Sequence[Any], ropes: Sequence[Any]) -> dict[str, Any]:
+    """By attribute, what the layers are held against: the first known value, of RoPE in `ropes`; of the quantisation the first value."""
+    due = {name: first_known(ropes if name.startswith("rope") else facts, name) for _, name, _ in axes}
+    return {**due, "quantization": facts[0].quantization}
 
 
 def _shown(value: Any) -> str:
@@ -535,15 +571,18 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _differ(expected: Any, got: Any) -> bool:
+def differ(expected: Any, got: Any) -> bool:
+    """Whether both are known and not the same."""
     return expected is not None and got is not None and expected != got
 
 
-def _first_known(facts: Sequence[LayerFacts], name: str) -> Any:
+def first_known(facts: Sequence[Any], name: str) -> Any:
+    """The first value of attribute `name` that is known, or None."""
     return next((getattr(fact, name) for fact in facts if getattr(fact, name) is not None), None)
 
 
-def _int(owner: Any, name: str) -> int | None:
+def int_attribute(owner: Any, name: str) -> int | None:
+    """An attribute as an int, or None where it is absent."""
     value = getattr(owner, name, None)
     return None if value is None else int(value)
 
@@ -552,18 +591,20 @@ def _number(owner: Any, name: str) -> bool:
     return isinstance(getattr(owner, name, None), (int, float))
 
 
-def _dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
+    """A torch dtype without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
-def _matrix_shape(weight: Any) -> tuple[int | None, int | None]:
+def matrix_shape(weight: Any) -> tuple[int | None, int | None]:
+    """Rows and columns, unknown where it is no matrix."""
     if weight is None or len(weight.shape) != 2:
         return None, None
     return int(weight.shape[0]), int(weight.shape[1])
 
 
 def _v_head_dim(attn: Any, head_dim: int | None, num_kv_heads: int | None) -> int | None:
-    stated = _int(attn, "v_head_dim")
+    stated = int_attribute(attn, "v_head_dim")
     return head_dim if stated is None else stated
 
 

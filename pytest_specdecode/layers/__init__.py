@@ -11,7 +11,8 @@ from pytest_specdecode.layers.gqa import GQAAttention
 from pytest_specdecode.layers.linear import Linear
 from pytest_specdecode.layers.mla import MLAAttention, mla_scaling, require_q_lora_rank
 from pytest_specdecode.layers.mlp import GatedMLP
-from pytest_specdecode.layers.norms import RMSNorm
+from pytest_specdecode.layers.moe import MoE
+from pytest_specdecode.layers.norms import LayerNorm, RMSNorm
 from pytest_specdecode.layers.rope import RotaryEmbedding, apply_rotary, inv_freq_and_scale, yarn_mscale
 
 __all__ = [
@@ -19,8 +20,10 @@ __all__ = [
     "GatedMLP",
     "KVCache",
     "LatentCache",
+    "LayerNorm",
     "Linear",
     "MLAAttention",
+    "MoE",
     "RMSNorm",
     "RotaryEmbedding",
     "apply_rotary",

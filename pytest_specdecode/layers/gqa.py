@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pytest_specdecode.errors import LayerBuildError
 from pytest_specdecode.layers.attention import KVCache, attend, check_rows, visibility
@@ -16,6 +18,8 @@ from pytest_specdecode.layers.linear import Linear, join, known, take, take_bias
 from pytest_specdecode.layers.norms import NormKind, RMSNorm
 from pytest_specdecode.layers.rope import RotaryEmbedding
 from pytest_specdecode.spec import GQASpec
+
+_ENDS = ("weight", "bias")
 
 
 class GQAAttention(nn.Module):
@@ -25,17 +29,22 @@ class GQAAttention(nn.Module):
     Args:
         spec: shapes and options; every extent must be known.
         tensors: by local name: `q_proj.weight`, `k_proj.weight`, `v_proj.weight` or, joined, `qkv_proj.weight`;
-            `o_proj.weight`; `q_norm.weight` and `k_norm.weight` of `[head_dim]` with `spec.qk_norm`; `.bias` beside the
-            projections where the spec has one. Other names are not looked at.
+            `o_proj.weight`; no `v_proj` with `spec.k_eq_v`; `q_norm.weight` and `k_norm.weight` of `[head_dim]` with
+            `spec.qk_norm`; `g_proj.weight` with `spec.output_gate`; `k_proj_target.weight` and `v_proj_target.weight`
+            with `spec.target_kv`; `.bias` beside the projections where the spec has one. Other names are not looked at.
         norm_eps, norm_kind: of the per-head norms.
-        scaling: factor on the scores, `head_dim ** -0.5` where None.
+        scaling: factor on the scores; `spec.scaling`, else `head_dim ** -0.5`, where None.
 
     Attributes:
         qkv_proj: `.weight` `[q_size + 2 * kv_size, in_features]` (rows of q, then k, then v) and `.bias` or None.
-        q_size, kv_size: rows of q, and of k or v.
+        q_size, kv_size: rows of q, and of k or v. With `spec.q_gate` q has twice the rows: query and gate, head by head.
         num_heads, num_kv_heads, head_dim, v_head_dim: `v_head_dim` equals `head_dim`.
         rotary_emb: a `RotaryEmbedding`.
         q_norm, k_norm: `RMSNorm` over `head_dim`, or None.
+        v_norm: the same without a weight, with `spec.v_norm`, or None.
+        g_proj: `.weight` `[num_heads, in_features]`, or `[q_size, in_features]` for a gate per lane, or None.
+        kv_proj_target: K and V rows for the context, `.weight` `[2 * kv_size, in_features]`, or None where the context
+            goes through `qkv_proj` like everything else.
         o_proj, value_scale, scaling, sliding_window.
 
     Raises:
@@ -65,15 +74,22 @@ class GQAAttention(nn.Module):
                 got=self.num_kv_heads,
                 due=f"a divisor of {self.num_heads}",
             )
-        self.q_size = self.num_heads * self.head_dim
+        self.q_size = self.num_heads * self.head_dim * (2 if spec.q_gate else 1)
         self.kv_size = self.num_kv_heads * self.head_dim
-        self.scaling = self.head_dim**-0.5 if scaling is None else scaling
+        stated = spec.scaling if scaling is None else scaling
+        self.scaling = self.head_dim**-0.5 if stated is None else stated
         self.value_scale = spec.value_scale
         self.sliding_window = spec.sliding_window
-        self.qkv_proj = self._qkv(tensors, known(spec.in_features, "in_features"), bias=spec.qkv_bias)
+        in_features = known(spec.in_features, "in_features")
+        self.qkv_proj = self._qkv(tensors, in_features, bias=spec.qkv_bias)
+        self.kv_proj_target = self._kv_target(tensors, in_features, bias=spec.qkv_bias) if spec.target_kv else None
+        self.g_proj: Linear | None = None
+        if spec.output_gate is not None:
+            gates = self.num_heads if spec.output_gate == "per-head" else self.q_size
+            self.g_proj = Linear(take(tensors, "g_proj.weight", (gates, in_features)), name="g_proj.weight")
         out_features = known(spec.out_features, "out_features")
         self.o_proj = Linear(
-            take(tensors, "o_proj.weight", (out_features, self.q_size)),
+            take(tensors, "o_proj.weight", (out_features, self.num_heads * self.head_dim)),
             take_bias(tensors, "o_proj.bias", out_features, due=spec.o_bias),
             name="o_proj.weight",
         )
@@ -82,6 +98,7 @@ class GQAAttention(nn.Module):
         if spec.qk_norm:
             self.q_norm = RMSNorm(take(tensors, "q_norm.weight", (self.head_dim,)), norm_eps, norm_kind)
             self.k_norm = RMSNorm(take(tensors, "k_norm.weight", (self.head_dim,)), norm_eps, norm_kind)
+        self.v_norm = RMSNorm(self.qkv_proj.weight.new_ones(self.head_dim), norm_eps) if spec.v_norm else None
         self.rotary_emb = RotaryEmbedding(spec.rope, self.head_dim)
 
     def forward(
@@ -120,7 +137,7 @@ class GQAAttention(nn.Module):
         new = (*self.kv(x, positions), q_positions)
         if context is not None:
             ahead = KVCache()
-            ahead.append(*self.kv(*context), context[1])
+            ahead.append(*self.context_kv(*context), context[1])
             new = ahead.joined(*new)
         k, v, k_positions = new if cache is None else cache.joined(*new)
         visible = visibility(
@@ -129,12 +146,14 @@ class GQAAttention(nn.Module):
         if cache is not None and update_cache:
             cache.append(*new)
         heads = attend(self.q(x, positions), k, v, scaling=self.scaling, visible=visible)
-        out: Tensor = self.o_proj(heads.flatten(-2))
+        if self.spec.q_gate:
+            heads = heads * self._query_and_gate(x)[1].sigmoid()
+        out: Tensor = self.o_proj(self._gated(heads, x).flatten(-2))
         return out
 
     def q(self, x: Tensor, positions: Tensor) -> Tensor:
         """Queries, normed and rotated: `[..., T, num_heads, head_dim]`."""
-        return self._heads(x, positions, 0, self.num_heads, self.q_norm)
+        return self._turned(self._query_and_gate(x)[0], positions, self.q_norm)
 
     def kv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, normed and rotated, and values, scaled by `value_scale`: each `[..., T, num_kv_heads, head_dim]`.
@@ -142,21 +161,58 @@ class GQAAttention(nn.Module):
         Rounded to the weights' dtype after each step (projection, norm, rotation), as module after module does it in an
         engine.
         """
+        return self._kv(self.qkv_proj, self.q_size, x, positions)
+
+    def context_kv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `kv`, for rows of a context: through `kv_proj_target` where there is one."""
+        if self.kv_proj_target is None:
+            return self.kv(x, positions)
+        return self._kv(self.kv_proj_target, 0, x, positions)
+
+    def _kv(self, projection: Linear, start: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         check_rows(x, positions)
-        k = self._heads(x, positions, self.q_size, self.num_kv_heads, self.k_norm)
-        v = self._project(x, self.q_size + self.kv_size, self.num_kv_heads)
+        k = self._turned(self._project(projection, x, start, self.num_kv_heads), positions, self.k_norm)
+        v = self._project(projection, x, start + self.kv_size, self.num_kv_heads)
+        v = v if self.v_norm is None else self.v_norm(v)
         return k, v if self.value_scale == 1.0 else v * self.value_scale
 
-    def _heads(self, x: Tensor, positions: Tensor, start: int, heads: int, norm: RMSNorm | None) -> Tensor:
-        projected = self._project(x, start, heads)
+    def _query_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The projected queries, and the gates beside them (with no gates, the queries again)."""
+        if not self.spec.q_gate:
+            query = self._project(self.qkv_proj, x, 0, self.num_heads)
+            return query, query
+        both = self._project(self.qkv_proj, x, 0, 2 * self.num_heads)
+        query, gate = both.reshape(*both.shape[:-2], self.num_heads, 2, self.head_dim).unbind(-2)
+        return query, gate
+
+    def _turned(self, projected: Tensor, positions: Tensor, norm: RMSNorm | None) -> Tensor:
         return self.rotary_emb.rotate(projected if norm is None else norm(projected), positions)
 
-    def _project(self, x: Tensor, start: int, heads: int) -> Tensor:
+    def _project(self, projection: Linear, x: Tensor, start: int, heads: int) -> Tensor:
         rows = slice(start, start + heads * self.head_dim)
-        return self.qkv_proj.rows(x, rows).reshape(*x.shape[:-1], heads, self.head_dim)
+        return projection.rows(x, rows).reshape(*x.shape[:-1], heads, self.head_dim)
+
+    def _gated(self, heads: Tensor, x: Tensor) -> Tensor:
+        if self.g_proj is None:
+            return heads
+        gate = self.g_proj(x)
+        gate = F.softplus(gate.to(torch.promote_types(gate.dtype, torch.float32))).to(heads.dtype)
+        return heads * gate.reshape(*heads.shape[:-1], -1)
+
+    def _kv_target(self, tensors: Mapping[str, Tensor], in_features: int, *, bias: bool) -> Linear:
+        names = ("k_proj_target", "v_proj_target")
+        weight = join(
+            [take(tensors, f"{name}.weight", (self.kv_size, in_features)) for name in names], "kv_proj_target.weight"
+        )
+        biases = [take_bias(tensors, f"{name}.bias", self.kv_size, due=bias) for name in names]
+        present = [part for part in biases if part is not None]
+        return Linear(weight, join(present, "kv_proj_target.bias") if present else None, name="kv_proj_target.weight")
 
     def _qkv(self, tensors: Mapping[str, Tensor], in_features: int, *, bias: bool) -> Linear:
         sizes = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        if self.spec.k_eq_v:
+            shared = {f"v_proj.{end}": tensors[f"k_proj.{end}"] for end in _ENDS if f"k_proj.{end}" in tensors}
+            tensors = {**tensors, **shared}
         total = self.q_size + 2 * self.kv_size
         if "qkv_proj.weight" in tensors:
             weight = take(tensors, "qkv_proj.weight", (total, in_features))

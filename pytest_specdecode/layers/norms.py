@@ -73,3 +73,36 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """Width, epsilon and kind, for `print(module)`."""
         return f"{self.weight.shape[0]}, eps={self.variance_epsilon}, kind={self.norm_kind}"
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean(x)) / sqrt(var(x) + eps) * w` over the last dimension, without a bias (Cohere).
+
+    Computed in float32, or float64 where the input is float64, and rounded once to the input's dtype.
+
+    Args:
+        weight: `[width]`, any floating dtype.
+        eps: added to the variance.
+
+    Raises:
+        LayerBuildError: the weight is not a vector, or eps is negative or not finite.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        checked = RMSNorm(weight, eps)
+        self.weight = checked.weight
+        self.variance_epsilon = checked.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., width]` to the same shape and dtype; DraftError where the width differs."""
+        if x.shape[-1] != self.weight.shape[0]:
+            raise DraftError(
+                f"a norm over {self.weight.shape[0]} features was given {x.shape[-1]}",
+                got=x.shape[-1],
+                due=self.weight.shape[0],
+            )
+        wide = torch.promote_types(x.dtype, torch.float32)
+        centred = x.to(wide) - x.to(wide).mean(dim=-1, keepdim=True)
+        inverse = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + self.variance_epsilon)
+        return (centred * inverse * self.weight.to(wide)).to(x.dtype)

@@ -206,11 +206,13 @@ def _drafts(config: pytest.Config) -> tuple[GivenDraft, ...]:
     for (absolute, path), label in zip(paths.items(), _labels(list(paths)), strict=True):
         try:
             # Opened by its full path, so that a test may change the working directory.
-            found.append(GivenDraft(label=label, path=path, draft=load(Checkpoint.open(absolute))))
+            draft = load(Checkpoint.open(absolute))
         except DraftError as error:
             raise _refusal(f"{MODEL}={path}", error.message) from None
         except OSError as error:
             raise _refusal(f"{MODEL}={path}", f"cannot be opened: {error.strerror or error}") from None
+        draft.label = label
+        found.append(GivenDraft(label=label, path=path, draft=draft))
     return tuple(found)
 
 
@@ -345,7 +347,10 @@ def _paths(config: pytest.Config, option: str) -> list[str]:
     """Directories given on the command line, else those of the ini file, relative ones under the rootdir."""
     given = config.getoption(option)
     if given is not None:
-        return [os.path.expanduser(path) for path in ([given] if isinstance(given, str) else given)]
+        paths = [given] if isinstance(given, str) else given
+        if not all(paths):
+            raise _refusal(f"{option}=", "is empty; give a directory")
+        return [os.path.expanduser(path) for path in paths]
     stated = config.getini(_ini_name(option))
     lines = [stated] if isinstance(stated, str) else stated
     return [os.path.join(config.rootpath, os.path.expanduser(line)) for line in lines if line]

@@ -14,6 +14,16 @@ from __future__ import annotations
 from pytest_specdecode.strategies.configs import LayerConfig, layer_configs
 from pytest_specdecode.strategies.heterogeneous import BrokenStack, heterogeneous_stacks
 from pytest_specdecode.strategies.kernels import LAYOUTS, POSITION_KINDS, KernelInput, kernel_inputs
+from pytest_specdecode.strategies.latents import (
+    BrokenLatentStack,
+    LatentConfig,
+    LatentInput,
+    LatentStack,
+    heterogeneous_latent_stacks,
+    homogeneous_latent_stacks,
+    latent_configs,
+    latent_kernel_inputs,
+)
 from pytest_specdecode.strategies.stacks import Stack, homogeneous_stacks
 from pytest_specdecode.strategies.tensors import KINDS
 
@@ -21,12 +31,20 @@ __all__ = [
     "KINDS",
     "LAYOUTS",
     "POSITION_KINDS",
+    "BrokenLatentStack",
     "BrokenStack",
     "KernelInput",
+    "LatentConfig",
+    "LatentInput",
+    "LatentStack",
     "LayerConfig",
     "Stack",
+    "heterogeneous_latent_stacks",
     "heterogeneous_stacks",
+    "homogeneous_latent_stacks",
     "homogeneous_stacks",
     "kernel_inputs",
+    "latent_configs",
+    "latent_kernel_inputs",
     "layer_configs",
 ]

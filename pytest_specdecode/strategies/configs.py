@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
@@ -43,8 +43,39 @@ VALUE_SCALES = (1.0, 0.5, 0.612)
 MAX_POSITIONS = (64, 300)
 
 
+class Configuration:
+    """What the configurations of a layer have in common: fields that follow from others unless they are given, and a short print.
+
+    Subclasses are frozen keyword-only dataclasses whose following fields have the default DERIVED.
+    """
+
+    def __post_init__(self) -> None:
+        for name, value in self._derived().items():
+            if getattr(self, name) is DERIVED:
+                object.__setattr__(self, name, value)
+
+    def changed(self: Config, **fields: Any) -> Config:
+        """A copy with other fields, in which what followed from the old ones follows from the new ones."""
+        kept = {name: value for name, value in self._derived().items() if getattr(self, name) != value}
+        followed = {name: DERIVED for name in self._derived() if name not in kept}
+        return dataclasses.replace(self, **{**followed, **fields})  # type: ignore[type-var]
+
+    def __repr__(self) -> str:
+        items = dataclasses.fields(self)  # type: ignore[arg-type]
+        defaults = {item.name: item.default for item in items} | {"rope_scaling": {}, **self._derived()}
+        shown = ((name, getattr(self, name)) for name in defaults)
+        body = ", ".join(f"{name}={value!r}" for name, value in shown if value != defaults[name])
+        return f"{type(self).__name__}({body})"
+
+    def _derived(self) -> dict[str, int]:
+        raise NotImplementedError
+
+
+Config = TypeVar("Config", bound=Configuration)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
-class LayerConfig:
+class LayerConfig(Configuration):
     """One attention layer of a draft. Printed without the fields that have their default.
 
     Attributes:
@@ -88,11 +119,6 @@ class LayerConfig:
     q_size: int = DERIVED
     quantization: str | None = None
 
-    def __post_init__(self) -> None:
-        for name, value in self._derived().items():
-            if getattr(self, name) is DERIVED:
-                object.__setattr__(self, name, value)
-
     @property
     def kv_size(self) -> int:
         """Rows of K in the qkv weight."""
@@ -124,18 +150,6 @@ class LayerConfig:
             qkv_bias=self.bias,
             value_scale=self.value_scale,
         )
-
-    def changed(self, **fields: Any) -> LayerConfig:
-        """A copy with other fields, in which what followed from the old ones follows from the new ones."""
-        kept = {name: value for name, value in self._derived().items() if getattr(self, name) != value}
-        followed = {name: DERIVED for name in self._derived() if name not in kept}
-        return dataclasses.replace(self, **{**followed, **fields})
-
-    def __repr__(self) -> str:
-        defaults = {item.name: item.default for item in dataclasses.fields(self)}
-        defaults |= {"rope_scaling": {}, **self._derived()}
-        shown = ((name, getattr(self, name)) for name in defaults)
-        return f"LayerConfig({', '.join(f'{name}={value!r}' for name, value in shown if value != defaults[name])})"
 
     def _derived(self) -> dict[str, int]:
         return {
@@ -236,7 +250,7 @@ def _layer_configs(
         heads = kv_heads * draw(st.sampled_from(QUERY_GROUPS))
 
     width, turning, scaling = draw(head_dim), draw(rotary_dim), draw(rope_scaling)
-    least = 4 if _needs_pairs(scaling) else 2
+    least = 4 if needs_pairs(scaling) else 2
     if width is None:
         due = turning or least
         width = draw(st.sampled_from([each for each in HEAD_DIMS if each >= due] or [due]))
@@ -291,10 +305,10 @@ def _check_together(
     if isinstance(head_dim, int) and isinstance(rotary_dim, int) and rotary_dim > head_dim:
         raise InvalidArgument(f"rotary_dim={rotary_dim} is above head_dim={head_dim}")
     narrow = next((width for width in (rotary_dim, head_dim) if isinstance(width, int) and width < 4), None)
-    if narrow is not None and isinstance(rope_scaling, Mapping) and _needs_pairs(rope_scaling):
+    if narrow is not None and isinstance(rope_scaling, Mapping) and needs_pairs(rope_scaling):
         raise InvalidArgument(f"rope_scaling={rope_scaling!r}: dynamic scaling needs more rotating lanes than {narrow}")
 
 
-def _needs_pairs(scaling: Mapping[str, Any] | None) -> bool:
+def needs_pairs(scaling: Mapping[str, Any] | None) -> bool:
     """Dynamic scaling stretches theta by a power of rotary_dim / (rotary_dim - 2)."""
     return scaling is not None and scaling.get("rope_type") == "dynamic"

@@ -22,6 +22,7 @@ from pytest_specdecode.strategies.stacks import Stack, homogeneous_stacks
 from pytest_specdecode.strategies.tensors import KINDS, SEEDS, filled, torch_dtype
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 #: Kinds of positions, plainest first:
@@ -72,7 +73,7 @@ class KernelInput:
         values = filled(
             self.values, (self.tokens, self.stack.hidden_size), torch_dtype(self.stack.dtype), seed=self.seed, stream=1
         )
-        return _laid_out(values, self.layout)
+        return laid_out(values, self.layout)
 
     @cached_property
     def kv(self) -> Tensor:
@@ -82,31 +83,17 @@ class KernelInput:
         """
         width = 2 * self.stack.num_kv_heads * self.stack.head_dim
         shape = (self.tokens, self.stack.num_layers, width)
-        return _laid_out(
+        return laid_out(
             filled(self.values, shape, torch_dtype(self.stack.dtype), seed=self.seed, stream=2), self.layout
         )
 
     @cached_property
     def positions(self) -> Tensor:
         """Integers `[T]`, each below the stack's `max_position_embeddings`."""
-        import torch
-
-        dtype, last = torch_dtype(self.positions_dtype), self.stack.configs[0].max_position_embeddings - 1
-        if self.positions_kind == "zero":
-            return torch.zeros(self.tokens, dtype=dtype)
-        if self.positions_kind == "arange":
-            return (torch.arange(self.tokens) % (last + 1)).to(dtype)
-        if self.positions_kind == "last":
-            return torch.full((self.tokens,), last, dtype=dtype)
-        generator = torch.Generator().manual_seed(self.seed)
-        if self.positions_kind == "repeated":
-            return torch.randint(min(1, last), last + 1, (1,), generator=generator).repeat(self.tokens).to(dtype)
-        values = torch.randint(last + 1, (self.tokens,), generator=generator).to(dtype)
-        if self.positions_kind == "unsorted":
-            return values
-        between = torch.full((2 * self.tokens,), 1_000_000_000, dtype=dtype)
-        between[::2] = values
-        return between[::2]
+        last = self.stack.configs[0].max_position_embeddings - 1
+        return drawn_positions(
+            self.positions_kind, self.tokens, last=last, dtype=torch_dtype(self.positions_dtype), seed=self.seed
+        )
 
     @cached_property
     def k_norm_weight(self) -> Tensor:
@@ -202,14 +189,14 @@ def kernel_inputs(
     blocks: SearchStrategy[int | None] = st.sampled_from((None, 8))
     return _kernel_inputs(
         stack=argument("stack", stack, homogeneous_stacks(), instance(Stack)),
-        tokens=_token_counts(min_tokens, max_tokens),
+        tokens=token_counts(min_tokens, max_tokens),
         positions_kind=argument("positions", positions, st.sampled_from(POSITION_KINDS), choice(POSITION_KINDS)),
         positions_dtype=argument(
             "positions_dtype", positions_dtype, st.sampled_from(POSITION_DTYPES), choice(POSITION_DTYPES)
         ),
         values=None if values is None else argument("values", values, st.nothing(), choice(KINDS)),
         layout=argument("layout", layout, st.sampled_from(LAYOUTS), choice(LAYOUTS)),
-        block_rows=argument("block_rows", block_rows, blocks, _check_block),
+        block_rows=argument("block_rows", block_rows, blocks, check_block),
         seed=argument("seed", seed, SEEDS, integer(0)),
     )
 
@@ -225,25 +212,48 @@ def _kernel_inputs(
 ) -> KernelInput:
     layers = draw(stack)
     if values is None:
-        values = st.sampled_from(_usable_kinds(layers))
+        values = st.sampled_from(usable_kinds(layers.dtype, layers.weights))
     return KernelInput(stack=layers, values=draw(values), **{name: draw(strategy) for name, strategy in rest.items()})
 
 
-def _usable_kinds(stack: Stack) -> Sequence[str]:
-    """Products of tiny numbers are subnormal in float16: a few steps from 0, where one rounding is a tenth of the number."""
-    if stack.dtype == "float16" and stack.weights == "tiny":
+def drawn_positions(kind: str, tokens: int, *, last: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """`tokens` positions of a kind, from 0 to `last`."""
+    import torch
+
+    if kind == "zero":
+        return torch.zeros(tokens, dtype=dtype)
+    if kind == "arange":
+        return (torch.arange(tokens) % (last + 1)).to(dtype)
+    if kind == "last":
+        return torch.full((tokens,), last, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "repeated":
+        return torch.randint(min(1, last), last + 1, (1,), generator=generator).repeat(tokens).to(dtype)
+    values = torch.randint(last + 1, (tokens,), generator=generator).to(dtype)
+    if kind == "unsorted":
+        return values
+    between = torch.full((2 * tokens,), 1_000_000_000, dtype=dtype)
+    between[::2] = values
+    return between[::2]
+
+
+def usable_kinds(dtype: str, weights: str) -> Sequence[str]:
+    """Kinds of inputs for weights of a dtype and kind. Products of tiny numbers are subnormal in float16: a few steps from 0, where one
+    rounding is a tenth of the number."""
+    if dtype == "float16" and weights == "tiny":
         return [kind for kind in KINDS if kind != "tiny"]
     return KINDS
 
 
-def _token_counts(minimum: int, maximum: int) -> SearchStrategy[int]:
+def token_counts(minimum: int, maximum: int) -> SearchStrategy[int]:
     """Any count between the bounds, those at the edges of a block of 8 or 16 more often."""
     edges: Sequence[int] = [count for count in (0, 1, 7, 8, 9, 15, 16, 17) if minimum <= count <= maximum]
     anywhere = st.integers(minimum, maximum)
     return anywhere | st.sampled_from(edges) if edges else anywhere
 
 
-def _check_block(name: str, value: Any) -> None:
+def check_block(name: str, value: Any) -> None:
+    """None, or a power of two."""
     if value is None:
         return
     integer(1)(name, value)
@@ -251,7 +261,7 @@ def _check_block(name: str, value: Any) -> None:
         raise InvalidArgument(f"{name}={value!r}: a power of two is due")
 
 
-def _laid_out(values: Tensor, layout: str) -> Tensor:
+def laid_out(values: Tensor, layout: str) -> Tensor:
     """The same values in another layout."""
     import torch
 

@@ -13,6 +13,7 @@ from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from pytest_specdecode.fused_kv.stack import LayerFacts, facts_of
+from pytest_specdecode.spec import RopeSpec
 from pytest_specdecode.strategies.arguments import ValueOr, argument, check_bounds, choice, instance, integer, number
 from pytest_specdecode.strategies.configs import NORM_EPSILONS, LayerConfig, layer_configs
 from pytest_specdecode.strategies.tensors import KINDS, SEEDS, filled, torch_dtype
@@ -92,9 +93,7 @@ class Stack:
         return factory(self.layers, self.rotary_emb, self.num_kv_heads, self.head_dim, device, **options)
 
     def __repr__(self) -> str:
-        return (
-            f"Stack(configs={_shown(self.configs)}, seed={self.seed}, weights={self.weights!r}, norms={self.norms!r})"
-        )
+        return f"Stack(configs={shown_configs(self.configs)}, seed={self.seed}, weights={self.weights!r}, norms={self.norms!r})"
 
 
 def homogeneous_stacks(
@@ -186,7 +185,7 @@ def _attention(config: LayerConfig, stack: Stack, index: int) -> Any:
     if own_class:
         return GQAAttention(config.spec, tensors, norm_eps=config.norm_eps, norm_kind=config.norm_kind)
     return SimpleNamespace(
-        qkv_proj=_projection(config, tensors),
+        qkv_proj=projection(config.quantization, tensors["qkv_proj.weight"], tensors.get("qkv_proj.bias")),
         q_size=config.q_size,
         kv_size=config.kv_size,
         num_heads=config.num_heads,
@@ -194,7 +193,7 @@ def _attention(config: LayerConfig, stack: Stack, index: int) -> Any:
         head_dim=config.head_dim,
         v_head_dim=config.v_head_dim,
         value_scale=config.value_scale,
-        rotary_emb=_rotary(config),
+        rotary_emb=rotary(config.spec.rope, config.head_dim, config.table_breaks_at),
         k_norm=_norm(config, tensors.get("k_norm.weight")),
     )
 
@@ -221,18 +220,18 @@ def _tensors(config: LayerConfig, stack: Stack, index: int) -> dict[str, Tensor]
     return tensors
 
 
-def _projection(config: LayerConfig, tensors: dict[str, Tensor]) -> SimpleNamespace:
-    weight, bias = tensors["qkv_proj.weight"], tensors.get("qkv_proj.bias")
-    if config.quantization is None:
+def projection(quantization: str | None, weight: Tensor, bias: Tensor | None) -> SimpleNamespace:
+    """A projection as engines hold it: plain, or quantised in one of the ways that `LayerConfig.quantization` names."""
+    if quantization is None:
         return SimpleNamespace(weight=weight, bias=bias)
     import torch
 
-    if config.quantization in ("qweight", "weight_packed"):
+    if quantization in ("qweight", "weight_packed"):
         packed = torch.zeros(weight.shape[0], -(-weight.shape[1] // 8), dtype=torch.int32)
-        return SimpleNamespace(**{config.quantization: packed}, bias=bias)
-    if config.quantization in ("float8_e4m3fn", "float8_e5m2", "int8"):
-        return SimpleNamespace(weight=weight.clamp(-100, 100).to(torch_dtype(config.quantization)), bias=bias)
-    return SimpleNamespace(weight=weight, bias=bias, quant_method=config.quantization)
+        return SimpleNamespace(**{quantization: packed}, bias=bias)
+    if quantization in ("float8_e4m3fn", "float8_e5m2", "int8"):
+        return SimpleNamespace(weight=weight.clamp(-100, 100).to(torch_dtype(quantization)), bias=bias)
+    return SimpleNamespace(weight=weight, bias=bias, quant_method=quantization)
 
 
 def _norm(config: LayerConfig, weight: Tensor | None) -> Any:
@@ -241,30 +240,31 @@ def _norm(config: LayerConfig, weight: Tensor | None) -> Any:
     return None if weight is None else RMSNorm(weight, config.norm_eps, config.norm_kind)
 
 
-def _rotary(config: LayerConfig) -> Any:
+def rotary(rope: RopeSpec, head_dim: int, table_breaks_at: int | None) -> Any:
+    """A rotary object, or one whose table repeats a row from `table_breaks_at` on."""
     from pytest_specdecode.layers import RotaryEmbedding
 
-    rotary = RotaryEmbedding(config.spec.rope, config.head_dim)
-    if config.table_breaks_at is None:
-        return rotary
-    table = rotary.cos_sin_cache.clone()
-    if not 0 < config.table_breaks_at < table.shape[0]:
+    whole = RotaryEmbedding(rope, head_dim)
+    if table_breaks_at is None:
+        return whole
+    table = whole.cos_sin_cache.clone()
+    if not 0 < table_breaks_at < table.shape[0]:
         raise InvalidArgument(
-            f"table_breaks_at={config.table_breaks_at!r}: a row of the table but the first is due, so 1 to {table.shape[0] - 1}"
+            f"table_breaks_at={table_breaks_at!r}: a row of the table but the first is due, so 1 to {table.shape[0] - 1}"
         )
-    table[config.table_breaks_at :] = table[config.table_breaks_at - 1]
+    table[table_breaks_at:] = table[table_breaks_at - 1]
     return SimpleNamespace(
-        rotary_dim=rotary.rotary_dim,
-        is_neox_style=rotary.is_neox_style,
-        base=rotary.base,
-        rope_scaling=rotary.rope_scaling,
+        rotary_dim=whole.rotary_dim,
+        is_neox_style=whole.is_neox_style,
+        base=whole.base,
+        rope_scaling=whole.rope_scaling,
         cos_sin_cache=table,
     )
 
 
-def _shown(configs: Sequence[LayerConfig]) -> str:
+def shown_configs(configs: Sequence[Any]) -> str:
     """The list as Python, with equal neighbours written once."""
-    runs: list[tuple[LayerConfig, int]] = []
+    runs: list[tuple[Any, int]] = []
     for config in configs:
         if runs and runs[-1][0] == config:
             runs[-1] = config, runs[-1][1] + 1

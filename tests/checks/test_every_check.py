@@ -64,6 +64,12 @@ def _put(name: str, make: Callable[[Tensors], torch.Tensor]) -> Callable[[Tensor
     return edit
 
 
+def _prefix(tensors: Tensors) -> None:
+    for name in list(tensors):
+        if name != "lm_head.weight":
+            tensors[f"model.{name}"] = tensors.pop(name)
+
+
 def _first_rows(*names: str) -> Callable[[Tensors], None]:
     def edit(tensors: Tensors) -> None:
         for name in names:
@@ -138,6 +144,11 @@ ROWS: dict[str, Row] = {
         text="without a flag",
         follow=("layers.build",),
     ),
+    "weights.names": Row(
+        family="eagle3-mla",
+        tensors=_prefix,
+        text="names start with `model.`",
+    ),
     "weights.dtypes": Row(
         tensors=_put("norm.weight", lambda found: found["norm.weight"].float()), status="warned", text="2 dtypes"
     ),
@@ -150,9 +161,20 @@ ROWS: dict[str, Row] = {
         config={"dflash_config": {"mask_token_id": 511, "block_size": 8}},
         text="not stated",
     ),
+    "taps.order": Row(
+        family="dflash",
+        config={"dflash_config": {**BLOCK, "target_layer_ids": [9, 1, 17]}},
+        status="warned",
+        text="order",
+    ),
+    "taps.range": Row(
+        family="dflash", config={"dflash_config": {**BLOCK, "target_layer_ids": [1, 9, 20]}}, text="20 is no outputs of"
+    ),
+    "taps.places": Row(config={"eagle_aux_hidden_state_layer_ids": [2, 8, 14]}, text="different values"),
     "taps.fc-width": Row(
         config={"eagle_aux_hidden_state_layer_ids": [2, 8], "eagle_config": ..., "num_aux_hidden_states": 2},
         text="fc reads 192 features; 2 taps of 64 give 128",
+        follow=("taps.places",),
     ),
     "rope.theta-stated": Row(config={"rope_theta": ...}, text="not stated", follow=("layers.build",)),
     "rope.theta-agrees": Row(

@@ -20,8 +20,9 @@ import torch
 from numpy.typing import NDArray
 
 from pytest_specdecode.checkpoint import Checkpoint
-from pytest_specdecode.errors import LayerBuildError
+from pytest_specdecode.errors import FusedKVError, LayerBuildError
 from pytest_specdecode.families import Draft, load
+from pytest_specdecode.fused_kv import fused_kv_reference
 from pytest_specdecode.layers import KVCache
 from pytest_specdecode.testing import tiny_config, write_tiny
 
@@ -32,9 +33,11 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 32
 TOKENS = 5
 
 
-def written(directory: Path, family: str, **changes: Any) -> tuple[Draft, Weights]:
+def written(
+    directory: Path, family: str, *, config: dict[str, Any] | None = None, **changes: Any
+) -> tuple[Draft, Weights]:
     """A tiny draft on disk in float32, and its tensors in float64."""
-    config = tiny_config(family, **changes)
+    config = tiny_config(family, **changes) if config is None else config
     draft = load(Checkpoint.open(write_tiny(directory, family, config=config, seed=3, dtype="float32")))
     assert draft.binding is not None
     return draft, {name: draft.tensor(name).to(torch.float64).numpy() for name in draft.binding.stored}
@@ -274,6 +277,13 @@ def inputs() -> tuple[Array, Array, Array, Array]:
     return numbers(1, BLOCK, HIDDEN), 3 * numbers(2, CONTEXT, HIDDEN), ahead[-1] + 1 + np.arange(BLOCK), ahead
 
 
+FULL_VIEW = np.ones((BLOCK, CONTEXT + BLOCK), dtype=bool)
+
+
+def places(positions: Array) -> torch.Tensor:
+    return torch.from_numpy(positions.astype(np.int64))
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("causal", [True, False])
 def test_dflash_layer(tmp_path: Path, layer: int, causal: bool) -> None:
@@ -328,11 +338,21 @@ def test_causality_decides_who_feels_a_change_in_the_block(tmp_path: Path) -> No
         assert moved == ([2, 3] if causal else [0, 1, 2, 3])
 
 
-def test_laguna_is_not_built_and_says_so(tmp_path: Path) -> None:
-    draft, _ = written(tmp_path, "dflash", architectures=["DFlashLagunaForCausalLM"])
-    with pytest.raises(LayerBuildError, match="laguna"):
-        draft.layer(0)
-    assert "Laguna" in str(draft.fused_kv_reason)
+def test_laguna_stacks_over_contexts_normed_layer_by_layer(tmp_path: Path) -> None:
+    """Each layer's own norm, in the path, in the reference, and in the layer's own forward."""
+    draft, _ = written(tmp_path, "dflash", architectures=["DFlashLagunaForCausalLM"], is_causal=True)
+    layers: Any = draft.layers(dtype=torch.float32)
+    context = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([0, 3, 9, 2, 2])
+    k, v = draft.fused_kv(layers=layers).compute(context, positions)
+    truth_k, truth_v = fused_kv_reference(layers, context, positions)
+    for index, layer in enumerate(layers):
+        own_k, own_v = layer.self_attn.context_kv(layer.input_layernorm(context), positions)
+        for got, due in ((k, own_k), (v, own_v), (truth_k, own_k), (truth_v, own_v)):
+            torch.testing.assert_close(got[index].double(), due.double(), rtol=1e-4, atol=1e-5)
+    layers[1].context_norm = None
+    with pytest.raises(FusedKVError, match="norm of the context mismatch across layers for fused KV path"):
+        draft.fused_kv(layers=layers)
 
 
 # --- probes and building -----------------------------------------------------------------------------------------------------

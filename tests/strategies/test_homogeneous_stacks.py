@@ -66,7 +66,7 @@ def test_the_facts_are_those_of_the_configuration():
         kv_size=4,
         qkv_rows=16,
         k_norm_width=4,
-        context_norm=False,
+        context_norm="none",
     )
 
 

@@ -15,13 +15,19 @@ from hypothesis.strategies import SearchStrategy
 
 from pytest_specdecode import strategies
 from pytest_specdecode.strategies import (
+    LatentConfig,
     LayerConfig,
+    heterogeneous_latent_stacks,
     heterogeneous_stacks,
+    homogeneous_latent_stacks,
     homogeneous_stacks,
     kernel_inputs,
+    latent_configs,
+    latent_kernel_inputs,
     layer_configs,
 )
 
+SEPARATE = LatentConfig(kv_lora_rank=1, qk_rope_head_dim=2, hidden_size=1)
 NARROW = LayerConfig(num_heads=1, num_kv_heads=1, head_dim=2, hidden_size=1)
 
 WRONG = [
@@ -84,9 +90,40 @@ WRONG = [
     (kernel_inputs, {"block_rows": 12}, "block_rows=12: a power of two is due"),
     (kernel_inputs, {"block_rows": 0}, "block_rows=0: an integer of at least 1 is due"),
     (kernel_inputs, {"seed": 0.5}, "seed=0.5: an integer of at least 0 is due"),
+    (latent_configs, {"kv_lora_rank": 0}, "kv_lora_rank=0: an integer of at least 1 is due"),
+    (latent_configs, {"qk_rope_head_dim": 3}, "qk_rope_head_dim=3: an even integer of at least 2 is due"),
+    (
+        latent_configs,
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "qk_rope_head_dim": 2},
+        "rope_scaling={'rope_type': 'dynamic', 'factor': 2.0}: dynamic scaling needs more rotating lanes than 2",
+    ),
+    (latent_configs, {"dtype": "float64"}, "dtype='float64': one of 'float32', 'float16', 'bfloat16' is due"),
+    (latent_configs, {"is_joined": 1}, "is_joined=1: True or False is due"),
+    (homogeneous_latent_stacks, {"min_layers": 0}, "min_layers=0: an integer of at least 1 is due"),
+    (homogeneous_latent_stacks, {"config": NARROW}, f"config={NARROW!r}: a LatentConfig is due"),
+    (homogeneous_latent_stacks, {"weights": "nice"}, "weights='nice': one of 'zeros', "),
+    (heterogeneous_latent_stacks, {"axis": "head-dim"}, "axis='head-dim': one of 'kv-lora-rank', 'qk-rope-head-dim', "),
+    (heterogeneous_latent_stacks, {"min_layers": 1}, "min_layers=1: an integer of at least 2 is due"),
+    (
+        heterogeneous_latent_stacks,
+        {"config": SEPARATE, "axis": "q-lora-rank"},
+        f"config={SEPARATE!r} leaves no room for another value of axis='q-lora-rank'",
+    ),
+    (latent_kernel_inputs, {"stack": SEPARATE}, f"stack={SEPARATE!r}: a LatentStack is due"),
+    (latent_kernel_inputs, {"min_tokens": 18}, "min_tokens=18 is above max_tokens=17"),
+    (latent_kernel_inputs, {"block_rows": 12}, "block_rows=12: a power of two is due"),
 ]
 
-PUBLIC = (layer_configs, homogeneous_stacks, heterogeneous_stacks, kernel_inputs)
+PUBLIC = (
+    layer_configs,
+    homogeneous_stacks,
+    heterogeneous_stacks,
+    kernel_inputs,
+    latent_configs,
+    homogeneous_latent_stacks,
+    heterogeneous_latent_stacks,
+    latent_kernel_inputs,
+)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,616 @@
+"""EAGLE-1 and EAGLE-2 (one set of weights, another tree), and HASS, which trains the same layout with one or two layers.
+
+For a token's embedding e and the target's last state h [T, H] (the draft's own output after the first step):
+
+    x = fc([e, h])                                     fc [H, 2H], with a bias unless `bias` is false
+    y = x + self_attn(x)                               layer 0 has no input_layernorm; later layers have one
+    z = y + mlp(post_attention_layernorm(y))           z is the input of the target's head, and is recycled; there is no final norm
+
+Variants of other targets keep their target's decoder layer, whole:
+
+    minicpm          x = fc([input_norm1(scale_emb * e), input_norm2(h)]); both sublayers are scaled by
+                     scale_depth / sqrt(mup_denominator, or the number of layers); output z / (H / dim_model_base)
+    cohere           n = input_layernorm(x); z = x + self_attn(n) + mlp(n), LayerNorms without bias, interleaved RoPE; output norm(z)
+    llama4           Llama 4 layer; output norm(z)
+    mistral-large-3  DeepSeek-V3 layer with latent attention; output norm(z); stored by Mistral's own names, `eagle_linear` for `fc`
+
+vLLM's converted form nests the layer's configuration under `model`, says `eagle_fc_bias` (false where absent) and brings a head of
+`truncated_vocab_size` rows with `token_map` [Vd], the target id of each row. A file without `rope_theta` means 10000: it is what the
+trainer, transformers' Llama class and with it every engine fill in.
+
+Sources: SafeAILab/EAGLE `eagle/model/cnets1.py`; vLLM `llama_eagle.py`, `minicpm_eagle.py`, `cohere_eagle.py`, `llama4_eagle.py`,
+`mistral_large_3_eagle.py`, `mistral_large_3.py`, and `eagle.py` of 2024 for the converted form.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
+from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim
+from pytest_specdecode.families.config import MAX_LAYERS, Section
+from pytest_specdecode.families.eagle3 import mla_tensors
+from pytest_specdecode.families.rope import read_rope
+from pytest_specdecode.families.tensors import bias, gqa_tensors, mlp_tensors, norm
+from pytest_specdecode.spec import (
+    DraftSpec,
+    Extent,
+    GQASpec,
+    LayerSpec,
+    MLASpec,
+    RopeSpec,
+    TapsSpec,
+    VocabularySpec,
+    times,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+Variant = Literal["llama", "minicpm", "cohere", "llama4", "mistral-large-3"]
+
+#: The base of a file that states none.
+DEFAULT_THETA = 10000.0
+
+_BY_LABEL: tuple[tuple[str, Variant], ...] = (
+    (r"MiniCPM", "minicpm"),
+    (r"Cohere", "cohere"),
+    (r"Llama-?4", "llama4"),
+    (r"MistralLarge3", "mistral-large-3"),
+)
+#: Mistral's own names, and what they are called elsewhere.
+_MISTRAL = {
+    r"eagle_linear\.": "fc.",
+    r"tok_embeddings\.": "embed_tokens.",
+    r"output\.": "lm_head.",
+    r"(layers\.\d+)\.attention_norm\.": r"\1.input_layernorm.",
+    r"(layers\.\d+)\.ffn_norm\.": r"\1.post_attention_layernorm.",
+    r"(layers\.\d+)\.attention\.wq_a\.": r"\1.self_attn.q_a_proj.",
+    r"(layers\.\d+)\.attention\.q_a_norm\.": r"\1.self_attn.q_a_layernorm.",
+    r"(layers\.\d+)\.attention\.wq_b\.": r"\1.self_attn.q_b_proj.",
+    r"(layers\.\d+)\.attention\.wkv_a_with_mqa\.": r"\1.self_attn.kv_a_proj_with_mqa.",
+    r"(layers\.\d+)\.attention\.kv_a_norm\.": r"\1.self_attn.kv_a_layernorm.",
+    r"(layers\.\d+)\.attention\.wkv_b\.": r"\1.self_attn.kv_b_proj.",
+    r"(layers\.\d+)\.attention\.wo\.": r"\1.self_attn.o_proj.",
+    r"(layers\.\d+)\.feed_forward\.w1\.": r"\1.mlp.gate_proj.",
+    r"(layers\.\d+)\.feed_forward\.w2\.": r"\1.mlp.down_proj.",
+    r"(layers\.\d+)\.feed_forward\.w3\.": r"\1.mlp.up_proj.",
+    r"(layers\.\d+)\.feed_forward\.": r"\1.mlp.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle1Options:
+    """What differs between drafts of this family.
+
+    Attributes:
+        variant: whose decoder layer the draft has.
+        converted: vLLM's form of 2024, with the layer nested under `model`.
+        fc_bias: `fc` has a bias.
+        own_head: the file brings `lm_head`, of `truncated_vocab_size` rows.
+        embedding_scale: factor on the embeddings before they are normed.
+        residual_scale: factor on what a sublayer adds.
+        output_scale: factor on the last layer's output, before the head and the next step.
+        experts: number of routed experts in the layer's MLP (Llama 4), or None for a dense one.
+    """
+
+    variant: Variant = "llama"
+    converted: bool = False
+    fc_bias: bool = True
+    own_head: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    output_scale: float = 1.0
+    experts: Extent = None
+
+    @property
+    def has_final_norm(self) -> bool:
+        """Whether the output passes a norm."""
+        return self.variant in ("cohere", "llama4", "mistral-large-3")
+
+    @property
+    def has_first_input_norm(self) -> bool:
+        """Whether layer 0 norms its input, as its target's layer does."""
+        return self.variant != "llama"
+
+
+class Eagle1(Family):
+    """EAGLE-1, EAGLE-2 and HASS."""
+
+    name = "eagle1"
+    title = "EAGLE-1 and EAGLE-2, HASS"
+    packagings: tuple[str, ...] = ("plain",)
+    fused_kv = "an EAGLE-1 draft computes the K/V of its own steps; no engine stacks them over layers"
+    tiny: Mapping[str, Any] = {
+        "architectures": ["EagleLlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 512,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 2048,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+        "torch_dtype": "bfloat16",
+        "bias": True,
+    }
+
+    def signals(self, view: ConfigView) -> list[Signal]:
+        """Label, `fc` of 2H columns before projections that read H, or the keys of a one-layer Llama with EAGLE's own."""
+        return [*_labels(view), *_widths(view), *_keys(view)]
+
+    def parse(self, view: ConfigView) -> DraftSpec:
+        """The spec; `taps` are not required, since the draft is fed the target's last state."""
+        variant = _variant(view)
+        hidden = view.layer.extent("hidden_size")
+        stated = view.layer.layers()
+        eps = view.layer.number("layer_norm_eps") if variant == "cohere" else None
+        eps = (1e-5 if variant == "cohere" else read_eps(view)) if eps is None else eps
+        options = _options(view, variant, stated)
+        return DraftSpec(
+            family=self.name,
+            packaging=view.packaging,
+            architectures=view.root.texts("architectures"),
+            model_type=view.layer.text("model_type"),
+            hidden_size=hidden,
+            target_hidden_size=hidden,
+            num_hidden_layers=stated,
+            layers=tuple(
+                LayerSpec(
+                    index=index,
+                    attention=_attention(view, variant),
+                    intermediate_size=view.layer.extent(
+                        *(("intermediate_size_mlp",) if variant == "llama4" and options.experts is None else ()),
+                        "intermediate_size",
+                    ),
+                    hidden_act=view.layer.text("hidden_act") or "silu",
+                    mlp_bias=bool(view.layer.flag("mlp_bias")),
+                    norm_eps=eps,
+                    is_causal=True,
+                )
+                for index in range(_layers_built(view, stated))
+            ),
+            vocabulary=_vocabulary(view),
+            taps=TapsSpec(required=False),
+            dtype=read_dtype(view),
+            norm_eps=eps,
+            options=options,
+        )
+
+    def tensors(self, spec: DraftSpec) -> tuple[ExpectedTensor, ...]:
+        """`fc`, the layers and, by variant, norms around them; a head where the file brings one."""
+        return tuple(_tensors(spec))
+
+    def build_layer(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> ReferenceLayer:
+        """The reference layer."""
+        return Eagle1Layer(spec, layer, source)
+
+    def build_head(self, spec: DraftSpec, source: TensorSource) -> Eagle1Head:
+        """`fc` and what stands around the layers."""
+        return Eagle1Head(spec, source)
+
+    def canonical(self, name: str, root: Section | None = None) -> str:
+        """Without leading `model.`; MiniCPM's `eagle_layers`, Llama 4's `feed_forward`, Mistral's own names, old speculators' names."""
+        while name.startswith("model."):
+            name = name.removeprefix("model.")
+        for old, new in (("eagle_layers.", "layers."), ("transformer.", "layers.0."), ("fusion_fc.", "fc.")):
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+        for pattern, due in _MISTRAL.items():
+            if re.match(pattern, name):
+                return re.sub(pattern, due, name, count=1)
+        return name
+
+
+class Eagle1Layer(ReferenceLayer):
+    """One layer over the fused states; see the module's formula. The final norm and the output's scale are `Eagle1Head`'s."""
+
+    def __init__(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> None:
+        from pytest_specdecode.errors import NoReferenceError
+        from pytest_specdecode.families.building import build_attention, build_mlp, build_norm
+
+        options = _of(spec)
+        if options.variant == "llama4":
+            raise NoReferenceError(
+                "Llama 4's chunked attention, norm after the rotation and experts have no reference forward here"
+            )
+        if layer.attention is None or (options.variant == "cohere" and getattr(layer.attention, "qk_norm", False)):
+            raise NoReferenceError("Cohere's norm with a weight per head has no reference forward here")
+        prefix = f"layers.{layer.index}"
+        self.parallel = options.variant == "cohere"
+        self.residual_scale = options.residual_scale
+        self.self_attn = build_attention(layer, source)
+        self.mlp = build_mlp(layer, source)
+        self.input_layernorm: Any = None
+        self.post_attention_layernorm: Any = None
+        if self.parallel:
+            self.input_layernorm = _layer_norm(source, f"{prefix}.input_layernorm", spec.hidden_size, layer.norm_eps)
+        else:
+            if layer.index > 0 or options.has_first_input_norm:
+                self.input_layernorm = build_norm(layer, source, f"{prefix}.input_layernorm")
+            self.post_attention_layernorm = build_norm(layer, source, f"{prefix}.post_attention_layernorm")
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        """The new states z.
+
+        Args:
+            hidden: [T, H] or [B, T, H], what `fc` gave or the layer before.
+            positions: [T] or [B, T], absolute.
+            cache: what `new_cache` gave, to continue a sequence.
+        """
+        states = hidden if self.input_layernorm is None else self.input_layernorm(hidden)
+        attended = self.self_attn(states, positions, cache=cache)
+        if self.parallel:
+            both: torch.Tensor = hidden + attended + self.mlp(states)
+            return both
+        attended = hidden + attended * self.residual_scale
+        out: torch.Tensor = attended + self.mlp(self.post_attention_layernorm(attended)) * self.residual_scale
+        return out
+
+    def probe(self, tokens: int, seed: int, scale: float = 1.0, batch: int = 1) -> Mapping[str, torch.Tensor]:
+        """Fused states and positions 0, 1, …"""
+        from pytest_specdecode.families.building import positions_like, random_states
+
+        norm_ = self.input_layernorm if self.post_attention_layernorm is None else self.post_attention_layernorm
+        (hidden,) = random_states(norm_.weight, 1, tokens, seed, scale, batch)
+        return {"hidden": hidden, "positions": positions_like(hidden)}
+
+    def prefill(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One call over all positions."""
+        return self.forward(inputs["hidden"], inputs["positions"])
+
+    def incremental(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A prefix of half the positions, then one position a call."""
+        import torch
+
+        from pytest_specdecode.families.building import new_cache
+
+        cache = new_cache(self.self_attn)
+        tokens = inputs["hidden"].shape[-2]
+        cuts = [0, *range(max(1, tokens // 2), tokens + 1)]
+        pieces = [
+            self.forward(inputs["hidden"][..., start:end, :], inputs["positions"][..., start:end], cache)
+            for start, end in itertools.pairwise(cuts)
+        ]
+        return torch.cat(pieces, dim=-2)
+
+
+class Eagle1Head:
+    """What stands around the layers: the fusion before them, and what their output passes through.
+
+    Attributes:
+        fc: Linear [H, 2H].
+        norms: norms of embedding and state before `fc` (MiniCPM), or None.
+        norm: final norm, or None.
+        lm_head: Linear [Vd, H], or None where the target's serves.
+    """
+
+    def __init__(self, spec: DraftSpec, source: TensorSource) -> None:
+        from pytest_specdecode.families.building import take_named
+        from pytest_specdecode.layers import Linear, RMSNorm
+        from pytest_specdecode.layers.linear import known
+
+        options = _of(spec)
+        hidden = known(spec.hidden_size, "hidden_size")
+        fc_bias = take_named(source, "fc.bias", (hidden,)) if options.fc_bias else None
+        self.fc = Linear(take_named(source, "fc.weight", (hidden, 2 * hidden)), fc_bias, name="fc.weight")
+        self.embedding_scale, self.output_scale = options.embedding_scale, options.output_scale
+        self.norms = None
+        if options.variant == "minicpm":
+            self.norms = tuple(
+                RMSNorm(take_named(source, f"{name}.weight", (hidden,)), spec.norm_eps)
+                for name in ("input_norm1", "input_norm2")
+            )
+        self.norm: Any = None
+        if options.variant == "cohere":
+            self.norm = _layer_norm(source, "norm", hidden, spec.norm_eps)
+        elif options.has_final_norm:
+            self.norm = RMSNorm(take_named(source, "norm.weight", (hidden,)), spec.norm_eps)
+        head = source.under("lm_head").get("weight")
+        self.lm_head = None if head is None else Linear(head, name="lm_head.weight")
+
+    def fuse(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The first layer's input [..., H] from embeddings and states of that shape."""
+        import torch
+
+        embeds = embeds * self.embedding_scale
+        if self.norms is not None:
+            embeds, hidden = self.norms[0](embeds), self.norms[1](hidden)
+        fused: torch.Tensor = self.fc(torch.cat([embeds, hidden], dim=-1))
+        return fused
+
+    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head reads and the next step takes as its state, from the last layer's output z [..., H]."""
+        normed: torch.Tensor = hidden if self.norm is None else self.norm(hidden)
+        return normed * self.output_scale
+
+
+def _of(spec: DraftSpec) -> Eagle1Options:
+    assert isinstance(spec.options, Eagle1Options)
+    return spec.options
+
+
+def _labels(view: ConfigView) -> list[Signal]:
+    found = [
+        Signal(family="eagle1", kind="label", where=f"architectures[{position}]", value=architecture)
+        for position, architecture in enumerate(view.root.texts("architectures"))
+        if re.match(r"E(agle|AGLE)(?!-?[34])", architecture) and "MTP" not in architecture
+    ]
+    for key in ("model_type", "speculators_model_type"):
+        if view.root.text(key) == "eagle":
+            found.append(Signal(family="eagle1", kind="label", where=key, value="eagle"))
+    return found
+
+
+def _widths(view: ConfigView) -> list[Signal]:
+    """`fc` of twice its rows before a projection that reads them, and none of the norms that a DFlash or EAGLE3 draft has."""
+    fc = view.tensors.get("fc.weight")
+    if fc is None or len(fc.shape) != 2 or not fc.shape[0] or fc.shape[1] != 2 * fc.shape[0]:
+        return []
+    if "hidden_norm.weight" in view.tensors or "layers.0.hidden_norm.weight" in view.tensors:
+        return []
+    for name in ("layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_a_proj.weight"):
+        first = view.tensors.get(name)
+        if first is not None and len(first.shape) == 2 and first.shape[1] == fc.shape[0]:
+            return [Signal(family="eagle1", kind="tensors", where="fc.weight", value=list(fc.shape))]
+    return []
+
+
+def _keys(view: ConfigView) -> list[Signal]:
+    """`eagle_fc_bias`, or a Llama of one or two layers that says nothing of a draft vocabulary.
+
+    The published files hold plain Llama fields; few layers are all that tells them from a target. The tensors, where they are there,
+    outrank this.
+    """
+    if view.tensors and "fc.weight" not in view.tensors:
+        return []
+    keys = ["eagle_fc_bias"] if view.root.raw("eagle_fc_bias") is not None else []
+    plain = view.root.texts("architectures") == ("LlamaForCausalLM",)
+    reduced = any(view.root.raw(key) is not None for key in ("draft_vocab_size", "truncated_vocab_size"))
+    foreign = any("eagle_" in key or "aux_hidden" in key or key == "dflash_config" for key in view.root.values)
+    if (
+        plain
+        and not reduced
+        and not foreign
+        and view.root.raw("num_hidden_layers") in (1, 2)
+        and "hidden_size" in view.root
+    ):
+        keys.append("num_hidden_layers")
+    return [Signal(family="eagle1", kind="keys", where=key, value=view.root.raw(key)) for key in keys]
+
+
+def _variant(view: ConfigView) -> Variant:
+    architectures = " ".join((*view.root.texts("architectures"), *view.layer.texts("architectures")))
+    for pattern, variant in _BY_LABEL:
+        if re.search(pattern, architectures):
+            return variant
+    model_type = view.layer.text("model_type") or ""
+    if model_type.startswith("minicpm") or "input_norm1.weight" in view.tensors:
+        return "minicpm"
+    if model_type.startswith("cohere"):
+        return "cohere"
+    if model_type.startswith("llama4"):
+        return "llama4"
+    if view.layer.raw("kv_lora_rank") is not None or "layers.0.self_attn.kv_b_proj.weight" in view.tensors:
+        return "mistral-large-3"
+    return "llama"
+
+
+def _options(view: ConfigView, variant: Variant, layers: Extent) -> Eagle1Options:
+    converted = view.root.text("model_type") == "eagle"
+    if view.packaging == "speculators":
+        fc_bias = view.root.flag("fusion_bias") is True
+    elif converted:
+        fc_bias = view.root.flag("eagle_fc_bias", "bias") is True
+    elif variant in ("minicpm", "llama4", "mistral-large-3"):
+        fc_bias = False
+    else:
+        fc_bias = view.root.flag("bias") is not False
+    options = Eagle1Options(variant=variant, converted=converted, fc_bias=fc_bias, own_head=converted)
+    if variant == "llama4":
+        return replace(options, experts=_experts(view))
+    if variant != "minicpm":
+        return options
+    base, hidden = view.layer.number("dim_model_base"), view.layer.extent("hidden_size")
+    depth = view.layer.number("scale_depth")
+    denominator = view.layer.number("mup_denominator") or float(layers or 0)
+    return replace(
+        options,
+        embedding_scale=_or_one(view.layer.number("scale_emb")),
+        residual_scale=1.0 if depth is None or denominator <= 0 else depth / math.sqrt(denominator),
+        output_scale=base / hidden if base and hidden else 1.0,
+    )
+
+
+def _experts(view: ConfigView) -> Extent:
+    """Llama 4 alternates dense layers and layers of experts by the target's count, so the file says which this one is."""
+    if view.tensors and "layers.0.mlp.router.weight" not in view.tensors:
+        return None
+    if view.tensors or view.layer.raw("interleave_moe_layer_step") == 1:
+        return view.layer.extent("num_local_experts")
+    return None
+
+
+def _or_one(value: float | None) -> float:
+    return 1.0 if value is None else value
+
+
+def _attention(view: ConfigView, variant: Variant) -> GQASpec | MLASpec:
+    hidden = view.layer.extent("hidden_size")
+    if variant == "mistral-large-3":
+        return _latent_attention(view, hidden)
+    head_dim = read_head_dim(view)
+    every = bool(view.layer.flag("attention_bias"))
+    stated = view.layer.flag("qkv_bias", "attention_bias")
+    # Qwen2's layer has biases on q, k and v whatever its configuration says.
+    qkv = view.layer.text("model_type") == "qwen2" if stated is None else stated
+    return GQASpec(
+        num_heads=view.layer.extent("num_attention_heads"),
+        num_kv_heads=view.layer.extent("num_key_value_heads", "num_attention_heads"),
+        head_dim=head_dim,
+        in_features=hidden,
+        out_features=hidden,
+        rope=_with_theta(read_rope(view.layer, head_dim=head_dim, is_neox_style=variant not in ("cohere", "llama4"))),
+        qk_norm=variant == "cohere" and bool(view.layer.flag("use_qk_norm")),
+        qkv_bias=bool(qkv),
+        o_bias=every,
+    )
+
+
+def _latent_attention(view: ConfigView, hidden: Extent) -> MLASpec:
+    rope_dim = view.layer.extent("qk_rope_head_dim")
+    rope = read_rope(view.layer, head_dim=rope_dim, is_neox_style=False)
+    return MLASpec(
+        num_heads=view.layer.extent("num_attention_heads"),
+        q_lora_rank=view.layer.extent("q_lora_rank"),
+        kv_lora_rank=view.layer.extent("kv_lora_rank"),
+        qk_nope_head_dim=view.layer.extent("qk_nope_head_dim"),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=view.layer.extent("v_head_dim"),
+        in_features=hidden,
+        out_features=hidden,
+        rope=_with_theta(replace(rope, rope_type="deepseek_yarn") if rope.rope_type == "yarn" else rope),
+    )
+
+
+def _with_theta(rope: RopeSpec) -> RopeSpec:
+    return replace(rope, theta=DEFAULT_THETA) if rope.theta is None else rope
+
+
+def _vocabulary(view: ConfigView) -> VocabularySpec:
+    key = "truncated_vocab_size" if view.root.raw("truncated_vocab_size") is not None else None
+    tied = view.root.flag("tie_word_embeddings")
+    tied = view.layer.flag("tie_word_embeddings") if tied is None else tied
+    return VocabularySpec(
+        vocab_size=view.layer.extent("vocab_size"),
+        draft_vocab_size=None if key is None else view.root.extent(key),
+        draft_vocab_key=key,
+        tie_word_embeddings=bool(tied),
+    )
+
+
+def _layers_built(view: ConfigView, stated: Extent) -> int:
+    matches = (re.match(r"layers\.(\d{1,4})\.", name) for name in view.tensors)
+    held = {index for match in matches if match and (index := int(match[1])) < MAX_LAYERS}
+    return max(held) + 1 if held else (stated or 1)
+
+
+def _tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
+    options, hidden = _of(spec), spec.hidden_size
+    yield ExpectedTensor(name="fc.weight", shape=(hidden, times(2, hidden)), fault="fc-missing")
+    yield bias("fc.bias", hidden, options.fc_bias)
+    if options.variant == "minicpm":
+        yield norm("input_norm1", hidden)
+        yield norm("input_norm2", hidden)
+    for layer in spec.layers:
+        yield from _layer_tensors(spec, options, layer)
+    yield _final_norm(options, hidden)
+    yield ExpectedTensor(
+        name="embed_tokens.weight",
+        shape=(spec.vocabulary.vocab_size, hidden),
+        need="optional",
+        reason="engines take the target's embedding",
+    )
+    vocabulary = spec.vocabulary
+    yield ExpectedTensor(
+        name="lm_head.weight",
+        shape=(vocabulary.head_rows, hidden),
+        need="required" if options.own_head else "optional",
+        reason="" if options.own_head else "engines take the target's head, and ignore one in the file",
+        check="vocabulary.lm-head",
+        fault="lm-head-missing",
+    )
+    if options.converted:
+        yield ExpectedTensor(
+            name="token_map",
+            shape=(vocabulary.head_rows,),
+            need="required" if vocabulary.is_reduced else "optional",
+            reason="" if vocabulary.is_reduced else "with the target's vocabulary the map is the identity",
+            kind="int",
+        )
+
+
+def _layer_tensors(spec: DraftSpec, options: Eagle1Options, layer: LayerSpec) -> Iterator[ExpectedTensor]:
+    prefix, hidden = f"layers.{layer.index}", spec.hidden_size
+    if layer.index > 0 or options.has_first_input_norm:
+        yield norm(f"{prefix}.input_layernorm", hidden, layer.index)
+    else:
+        yield ExpectedTensor(
+            name=f"{prefix}.input_layernorm.weight",
+            shape=(hidden,),
+            need="optional" if options.converted else "never",
+            reason="vLLM's converted class stores it and replaces it by the identity"
+            if options.converted
+            else "an EAGLE-1 draft does not norm the input of its first layer",
+            layer=layer.index,
+        )
+    if isinstance(layer.attention, MLASpec):
+        yield from mla_tensors(layer, layer.attention)
+    elif layer.attention is not None:
+        yield from _gqa(options, layer, layer.attention)
+    if options.variant != "cohere":
+        yield norm(f"{prefix}.post_attention_layernorm", hidden, layer.index)
+    if options.experts is None:
+        yield from mlp_tensors(layer, hidden)
+    else:
+        yield from _expert_tensors(layer, options.experts, hidden)
+
+
+def _expert_tensors(layer: LayerSpec, experts: int, hidden: Extent) -> Iterator[ExpectedTensor]:
+    """Llama 4's experts, stored [experts, in, out], and the one that every token passes."""
+    prefix, inner = f"layers.{layer.index}.mlp", layer.intermediate_size
+    for name, shape in (
+        ("router.weight", (experts, hidden)),
+        ("experts.gate_up_proj", (experts, hidden, times(2, inner))),
+        ("experts.down_proj", (experts, inner, hidden)),
+        ("shared_expert.gate_proj.weight", (inner, hidden)),
+        ("shared_expert.up_proj.weight", (inner, hidden)),
+        ("shared_expert.down_proj.weight", (hidden, inner)),
+    ):
+        yield ExpectedTensor(name=f"{prefix}.{name}", shape=shape, layer=layer.index)
+
+
+def _gqa(options: Eagle1Options, layer: LayerSpec, attention: GQASpec) -> Iterator[ExpectedTensor]:
+    if options.variant != "cohere" or not attention.qk_norm:
+        yield from gqa_tensors(layer, attention)
+        return
+    yield from gqa_tensors(layer, replace(attention, qk_norm=False))
+    for name, heads in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
+        yield ExpectedTensor(
+            name=f"layers.{layer.index}.self_attn.{name}.weight",
+            shape=(heads, attention.head_dim),
+            layer=layer.index,
+        )
+
+
+def _final_norm(options: Eagle1Options, hidden: Extent) -> ExpectedTensor:
+    if options.has_final_norm:
+        return norm("norm", hidden)
+    tolerated = {
+        "minicpm": "vLLM's class has one and does not apply it",
+        "llama": "vLLM's converted class stores one and replaces it by the identity" if options.converted else "",
+    }[options.variant if options.variant == "minicpm" else "llama"]
+    return ExpectedTensor(
+        name="norm.weight",
+        shape=(hidden,),
+        need="optional" if tolerated else "never",
+        reason=tolerated or "an EAGLE-1 draft does not norm its output",
+    )
+
+
+def _layer_norm(source: TensorSource, name: str, width: Extent, eps: float) -> Any:
+    from pytest_specdecode.families.building import take_named
+    from pytest_specdecode.layers.linear import known
+    from pytest_specdecode.layers.norms import LayerNorm
+
+    return LayerNorm(take_named(source, f"{name}.weight", (known(width, "hidden_size"),)), eps)

@@ -1,0 +1,758 @@
+"""Multi-token prediction: one decoder layer per predicted token, trained with its target and mostly stored inside it.
+
+For the embedding of the token that was just accepted and the hidden state before it, both [T, H]:
+
+    x = eh_proj([enorm(embed), hnorm(hidden)])        (MiMo: hidden first; DeepSeek-V4: e_proj and h_proj, added)
+    y = x + self_attn(input_layernorm(x))
+    z = y + mlp(post_attention_layernorm(y))          mlp: the target's kind, often a mixture of experts
+    h = norm(z)                                       recycled, and read by the target's head
+
+The same tensors go by five sets of names. N is the target's depth, i counts from 0; canonical names are `layers.{i}.*`:
+
+    DeepSeek, GLM, Kimi, …   model.layers.{N+i}.{enorm,hnorm,eh_proj,shared_head.norm, block}
+    MiMo                     model.mtp_layers.{i}.{token_layernorm,hidden_layernorm,input_proj,final_layernorm, block}
+    ERNIE                    model.mtp_{emb_norm,hidden_norm,linear_proj}.{i}, model.mtp_block.{i}.*; the target's own norm closes it
+    Qwen3-Next, Qwen3.5, …   mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm}, once; mtp.layers.{i}.*
+    speculators              mtp_layers.{i}.*, MiMo's names in DeepSeek's order
+    DeepSeek-V4              mtp.{i}.*, its block's own names
+
+Qwen's and Step's norms multiply by 1 + w. vLLM sets the embedding of position 0 to zero for DeepSeek's, MiMo's and ERNIE's layers, not
+for Qwen's. The block of a DeepSeek-V4 stage runs on four parallel residual streams; its tensors are known here, its forward is not.
+
+Sources: vLLM `deepseek_mtp.py`, `mimo_mtp.py`, `ernie_mtp.py`, `qwen3_next_mtp.py`, `models/deepseek_v4`; transformers `MtpLayer`;
+speculators `models/mtp`, `convert/mtp`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from pytest_specdecode.errors import NoReferenceError
+from pytest_specdecode.families.base import (
+    ConfigView,
+    ExpectedTensor,
+    Family,
+    ReferenceLayer,
+    Signal,
+    TensorSource,
+)
+from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim
+from pytest_specdecode.families.config import MAX_LAYERS, Section
+from pytest_specdecode.families.rope import read_rope
+from pytest_specdecode.families.tensors import gqa_tensors, mlp_tensors, norm
+from pytest_specdecode.spec import (
+    DraftSpec,
+    Extent,
+    GQASpec,
+    LayerSpec,
+    MLASpec,
+    MoESpec,
+    TapsSpec,
+    VocabularySpec,
+    plus,
+    times,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+Style = Literal["deepseek", "mimo", "ernie", "qwen", "deepseek-v4", "speculators"]
+
+_LABEL = re.compile(r"MTP|NextN")
+_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+#: Keys of other drafts; where one stands, a count of prediction layers was copied from the target.
+_FOREIGN = re.compile(r"dspark_|eagle_|dflash_config$|speculators_model_type$|draft_vocab_size$|medusa_|hydra_")
+
+_COUNTED = re.compile(r"(?P<bare>(?:(?:model|language_model)\.)*)layers\.(?P<index>\d{1,6})\.(?P<rest>.+)")
+_NAMED = re.compile(r"(?:(?:model|language_model)\.)*mtp_layers\.(\d{1,6})\.(.+)")
+_QWEN_LAYER = re.compile(r"(?:(?:model|language_model)\.)*mtp\.layers\.(\d{1,6})\.(.+)")
+_QWEN_STEM = re.compile(r"(?:(?:model|language_model)\.)*mtp\.(fc|norm|pre_fc_norm_embedding|pre_fc_norm_hidden)\.(.+)")
+_STAGE = re.compile(r"(?:(?:model|language_model)\.)*mtp\.(\d{1,6})\.(.+)")
+_ERNIE = re.compile(r"(?:(?:model|language_model)\.)*mtp_(emb_norm|hidden_norm|linear_proj|block)\.(\d{1,6})\.(.+)")
+_OWN = re.compile(r"layers\.\d{1,6}\.")
+
+_STEM = {"fc": "eh_proj", "norm": "shared_head.norm", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+_MIMO = {
+    "token_layernorm.": "enorm.",
+    "hidden_layernorm.": "hnorm.",
+    "input_proj.": "eh_proj.",
+    "final_layernorm.": "shared_head.norm.",
+}
+_ERNIE_STEM = {"emb_norm": "enorm.", "hidden_norm": "hnorm.", "linear_proj": "eh_proj.", "block": ""}
+_REST = {"mtp_block.": "", "shared_head.output.": "shared_head.head."}
+
+_SHARED = "engines take the target's"
+#: Edge of the blocks that one fp8 scale covers.
+_FP8_BLOCK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPOptions:
+    """What the naming scheme of a prediction layer decides.
+
+    Attributes:
+        style: the scheme.
+        combine: order in which embedding and hidden state enter `eh_proj`; `sum` for two projections that are added.
+        shared_stem: the stem (`enorm`, `hnorm`, `eh_proj`) and the last norm are stored once, with layer 0.
+        own_norm: whether a norm closes the layer; else the target's own does.
+        zero_first_embedding: position 0 reads a zero embedding, as vLLM serves it.
+        fp8_block: rows and columns of a weight that share one scale, where the checkpoint is quantised so.
+        indexer: heads and width of the sparse-attention indexer (DeepSeek-V3.2, GLM-5), where there is one.
+        stage: sizes of a DeepSeek-V4 stage.
+    """
+
+    style: Style
+    combine: Literal["embed-first", "hidden-first", "sum"] = "embed-first"
+    shared_stem: bool = False
+    own_norm: bool = True
+    zero_first_embedding: bool = False
+    fp8_block: tuple[int, int] | None = None
+    indexer: tuple[int, int] | None = None
+    stage: StageSpec | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSpec:
+    """Sizes that only a DeepSeek-V4 stage has.
+
+    Attributes:
+        q_lora_rank, o_lora_rank: ranks of the query's and the output's projections.
+        o_groups: groups of heads that the output projects apart.
+        hc_mult: parallel residual streams.
+        packed_experts: two 4-bit weights to a byte, with a scale for each 32.
+    """
+
+    q_lora_rank: Extent
+    o_lora_rank: Extent
+    o_groups: Extent
+    hc_mult: Extent
+    packed_experts: bool
+
+
+class MTP(Family):
+    """Multi-token prediction layers, inside their target or apart."""
+
+    name = "mtp"
+    title = "MTP / NextN"
+    packagings: tuple[str, ...] = ("embedded", "speculators")
+    fused_kv = "a prediction layer computes the K/V of its own steps; no engine stacks them over layers"
+    tiny: Mapping[str, Any] = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "vocab_size": 512,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "torch_dtype": "bfloat16",
+    }
+
+    def signals(self, view: ConfigView) -> list[Signal]:
+        """A label, a stem in the weights, or a count of prediction layers above zero in a file with no other draft's keys."""
+        found = [
+            Signal(family=self.name, kind="label", where=f"architectures[{position}]", value=architecture)
+            for position, architecture in enumerate(view.root.texts("architectures"))
+            if _LABEL.search(architecture)
+        ]
+        if view.root.text("speculators_model_type") == "mtp":
+            found.append(Signal(family=self.name, kind="label", where="speculators_model_type", value="mtp"))
+        for name, header in view.tensors.items():
+            # An EAGLE-4 layer has an eh_proj, too, behind the fc of its taps.
+            stem = re.fullmatch(r"layers\.\d{1,6}\.(eh_proj|e_proj)\.weight", name) and "fc.weight" not in view.tensors
+            if stem and len(header.shape) == 2:
+                found.append(Signal(family=self.name, kind="tensors", where=name, value=list(header.shape)))
+                break
+        if not any(_FOREIGN.match(key) for key in view.root.values):
+            found += [
+                Signal(family=self.name, kind="keys", where=section.path(key), value=section.raw(key))
+                for section, key in _count_places(view)
+                if section.extent(key)
+            ]
+        return found
+
+    def parse(self, view: ConfigView) -> DraftSpec:
+        """The spec: as many layers as are predicted, each of the kind of the target's last."""
+        style = _style(view)
+        places = [(section, key) for section, key in _count_places(view) if section.raw(key) is not None]
+        section, key = places[0] if places else (view.layer, _COUNTS[0])
+        stated = section.layers(key) if places else None
+        labelled = any(_LABEL.search(label) for label in view.root.texts("architectures"))
+        return DraftSpec(
+            family=self.name,
+            packaging=view.packaging if labelled or view.packaging == "speculators" else "embedded",
+            architectures=view.root.texts("architectures"),
+            model_type=view.layer.text("model_type"),
+            hidden_size=view.layer.extent("hidden_size"),
+            target_hidden_size=view.layer.extent("hidden_size"),
+            num_hidden_layers=stated,
+            layer_key=section.path(key),
+            layers=tuple(_layer(view, style, index) for index in range(_held(view) if stated is None else stated)),
+            vocabulary=VocabularySpec(vocab_size=view.layer.extent("vocab_size")),
+            taps=TapsSpec(required=False),
+            dtype=read_dtype(view),
+            norm_eps=read_eps(view),
+            options=_options(view, style),
+        )
+
+    def tensors(self, spec: DraftSpec) -> tuple[ExpectedTensor, ...]:
+        """The stem, the block and the last norm of each layer; embedding and head where a file repeats the target's."""
+        options = spec.options
+        assert isinstance(options, MTPOptions)
+        found: list[ExpectedTensor] = []
+        for layer in spec.layers:
+            found += (
+                _stage_tensors(spec, layer, options.stage)
+                if options.stage is not None
+                else _layer_tensors(spec, layer, options)
+            )
+        if spec.packaging != "embedded":
+            found += [
+                ExpectedTensor(
+                    name=name,
+                    shape=(spec.vocabulary.vocab_size, spec.hidden_size),
+                    need="optional",
+                    reason=_SHARED,
+                )
+                for name in ("embed_tokens.weight", "lm_head.weight")
+            ]
+        return tuple(found)
+
+    def build_layer(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> ReferenceLayer:
+        """The reference layer; a block of fp8 weights is multiplied by its scales first.
+
+        Raises:
+            NoReferenceError: a DeepSeek-V4 stage, or latent attention with one `q_proj`.
+        """
+        options = spec.options
+        assert isinstance(options, MTPOptions)
+        if options.stage is not None:
+            raise NoReferenceError("the reference forward of a DeepSeek-V4 stage is not written")
+        if isinstance(layer.attention, MLASpec) and layer.attention.q_lora_rank is None:
+            raise NoReferenceError("the reference forward of latent attention with a whole q_proj is not written")
+        return MTPLayer(
+            options, layer, source if options.fp8_block is None else _Dequantised(source, options.fp8_block)
+        )
+
+    def canonical(self, name: str, root: Section | None = None) -> str:
+        """See the table in the module; a name of the target's stays as it is."""
+        if match := _NAMED.fullmatch(name):
+            rest = match[2]
+            for old, new in _MIMO.items():
+                if rest.startswith(old):
+                    rest = new + rest.removeprefix(old)
+            return f"layers.{match[1]}.{rest}"
+        if match := _QWEN_LAYER.fullmatch(name):
+            return f"layers.{match[1]}.{match[2]}"
+        if match := _QWEN_STEM.fullmatch(name):
+            return f"layers.0.{_STEM[match[1]]}.{match[2]}"
+        if match := _STAGE.fullmatch(name):
+            return f"layers.{match[1]}.{match[2]}"
+        if match := _ERNIE.fullmatch(name):
+            return f"layers.{match[2]}.{_ERNIE_STEM[match[1]]}{match[3]}"
+        if match := _COUNTED.fullmatch(name):
+            return _counted(name, match, _target_depth(root))
+        return name
+
+    def owns(self, name: str, root: Section) -> bool:
+        """The prediction layers' tensors; in speculators' packaging, where nothing else lies, all."""
+        return root.text("speculators_model_type") == "mtp" or _OWN.match(self.canonical(name, root)) is not None
+
+
+class MTPLayer(ReferenceLayer):
+    """One prediction layer; see the module's formula."""
+
+    def __init__(self, options: MTPOptions, layer: LayerSpec, source: TensorSource) -> None:
+        from pytest_specdecode.families.building import build_attention, build_mlp, build_moe, build_norm
+        from pytest_specdecode.families.heads import head_linear
+
+        prefix = f"layers.{layer.index}"
+        stem = "layers.0" if options.shared_stem else prefix
+        self.options = options
+        self.enorm = build_norm(layer, source, f"{stem}.enorm")
+        self.hnorm = build_norm(layer, source, f"{stem}.hnorm")
+        hidden = self.enorm.weight.shape[0]
+        self.eh_proj = head_linear(source, f"{stem}.eh_proj", hidden, 2 * hidden)
+        self.input_layernorm = build_norm(layer, source, f"{prefix}.input_layernorm")
+        self.self_attn = build_attention(layer, source)
+        self.post_attention_layernorm = build_norm(layer, source, f"{prefix}.post_attention_layernorm")
+        self.mlp: Any = build_mlp(layer, source) if layer.moe is None else build_moe(layer, source)
+        self.norm = build_norm(layer, source, f"{stem}.shared_head.norm") if options.own_norm else None
+
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any = None
+    ) -> torch.Tensor:
+        """The new hidden state, after the layer's own last norm where it has one.
+
+        Args:
+            embeds: [T, H] or [B, T, H], of the tokens after those whose states are in `hidden`.
+            hidden: like `embeds`.
+            positions: [T] or [B, T], absolute.
+            cache: what `new_cache` gave, to continue a sequence.
+        """
+        import torch
+
+        if self.options.zero_first_embedding:
+            embeds = embeds.masked_fill((positions == 0).unsqueeze(-1), 0.0)
+        pair = [self.enorm(embeds), self.hnorm(hidden)]
+        x = self.eh_proj(torch.cat(pair[::-1] if self.options.combine == "hidden-first" else pair, dim=-1))
+        x = x + self.self_attn(self.input_layernorm(x), positions, cache=cache)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        out: torch.Tensor = x if self.norm is None else self.norm(x)
+        return out
+
+    def probe(self, tokens: int, seed: int, scale: float = 1.0, batch: int = 1) -> Mapping[str, torch.Tensor]:
+        """Embeddings, hidden states and positions 0, 1, …"""
+        from pytest_specdecode.families.building import positions_like, random_states
+
+        embeds, hidden = random_states(self.enorm.weight, 2, tokens, seed, scale, batch)
+        return {"embeds": embeds, "hidden": hidden, "positions": positions_like(embeds)}
+
+    def prefill(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One call over all positions."""
+        return self.forward(inputs["embeds"], inputs["hidden"], inputs["positions"])
+
+    def incremental(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A prefix of half the positions, then one position a call."""
+        import torch
+
+        from pytest_specdecode.families.building import new_cache
+
+        cache = new_cache(self.self_attn)
+        tokens = inputs["embeds"].shape[-2]
+        cuts = [0, *range(max(1, tokens // 2), tokens + 1)]
+        pieces = [
+            self.forward(
+                inputs["embeds"][..., start:end, :],
+                inputs["hidden"][..., start:end, :],
+                inputs["positions"][..., start:end],
+                cache,
+            )
+            for start, end in itertools.pairwise(cuts)
+        ]
+        return torch.cat(pieces, dim=-2)
+
+
+class _Dequantised:
+    """A source whose weights are multiplied by the block scales that lie beside them."""
+
+    def __init__(self, source: TensorSource, block: tuple[int, int]) -> None:
+        self._source, self._block = source, block
+
+    def under(self, prefix: str) -> dict[str, torch.Tensor]:
+        import torch
+
+        held = self._source.under(prefix)
+        found: dict[str, torch.Tensor] = {}
+        for name, value in held.items():
+            if name.endswith("weight_scale_inv"):
+                continue
+            scale = held.get(f"{name}_scale_inv")
+            if scale is not None and value.ndim == 2:
+                dtype = torch.bfloat16 if value.dtype.itemsize == 1 else value.dtype
+                wide = torch.promote_types(dtype, torch.float32)
+                factors = scale.to(wide).repeat_interleave(self._block[0], 0).repeat_interleave(self._block[1], 1)
+                value = (value.to(wide) * factors[: value.shape[0], : value.shape[1]]).to(dtype)
+            found[name] = value
+        return found
+
+
+def _count_places(view: ConfigView) -> Iterator[tuple[Section, str]]:
+    """Where a number of prediction layers may stand."""
+    for section in (view.root, view.layer) if view.layer is not view.root else (view.root,):
+        for key in _COUNTS:
+            if key in section:
+                yield section, key
+
+
+def _style(view: ConfigView) -> Style:
+    if view.packaging == "speculators":
+        return "speculators"
+    told = " ".join(
+        (view.layer.text("model_type") or "", view.root.text("model_type") or "", *view.root.texts("architectures"))
+    )
+    for pattern, style in _STYLES:
+        if re.search(pattern, told, re.IGNORECASE):
+            return style
+    return "deepseek"
+
+
+_STYLES: tuple[tuple[str, Style], ...] = (
+    (r"deepseek_?v4", "deepseek-v4"),
+    (r"mimo", "mimo"),
+    (r"ernie", "ernie"),
+    (r"qwen3_?next|qwen3[._]?5|exaone", "qwen"),
+)
+
+
+def _options(view: ConfigView, style: Style) -> MTPOptions:
+    heads, width = view.layer.extent("index_n_heads"), view.layer.extent("index_head_dim")
+    quantised = view.root.section("quantization_config")
+    fp8 = quantised.raw("quant_method") == "fp8"
+    stage = None
+    if style == "deepseek-v4":
+        stage = StageSpec(
+            q_lora_rank=view.layer.extent("q_lora_rank"),
+            o_lora_rank=view.layer.extent("o_lora_rank"),
+            o_groups=view.layer.extent("o_groups"),
+            hc_mult=view.layer.extent("hc_mult"),
+            packed_experts=fp8 and view.layer.raw("expert_dtype") in (None, "fp4"),
+        )
+    return MTPOptions(
+        style=style,
+        combine={"mimo": "hidden-first", "deepseek-v4": "sum"}.get(style, "embed-first"),  # type: ignore[arg-type]
+        shared_stem=style == "qwen",
+        own_norm=style != "ernie",
+        zero_first_embedding=style in ("deepseek", "mimo", "ernie", "deepseek-v4"),
+        fp8_block=_block_edges(quantised) if fp8 else None,
+        indexer=(heads, width) if heads and width else None,
+        stage=stage,
+    )
+
+
+def _block_edges(quantised: Section) -> tuple[int, int]:
+    edges = quantised.ids("weight_block_size") or ()
+    return (edges[0], edges[1]) if len(edges) == 2 and min(edges) > 0 else (_FP8_BLOCK, _FP8_BLOCK)
+
+
+def _layer(view: ConfigView, style: Style, index: int) -> LayerSpec:
+    return LayerSpec(
+        index=index,
+        attention=_mla(view) if view.layer.raw("kv_lora_rank") is not None else _gqa(view, style, index),
+        intermediate_size=view.layer.extent("intermediate_size"),
+        hidden_act=view.layer.text("hidden_act") or "silu",
+        norm_eps=read_eps(view),
+        norm_kind="gemma" if re.match(r"qwen3_next|qwen3_5|step3", view.layer.text("model_type") or "") else "rms",
+        is_causal=True,
+        moe=_moe(view, style, index),
+    )
+
+
+def _mla(view: ConfigView) -> MLASpec:
+    hidden, rope_dim = view.layer.extent("hidden_size"), view.layer.extent("qk_rope_head_dim")
+    rope = read_rope(view.layer, head_dim=rope_dim, is_neox_style=view.layer.flag("rope_interleave") is False)
+    if rope.rope_type == "yarn":
+        rope = replace(rope, rope_type="deepseek_yarn")
+    return MLASpec(
+        num_heads=view.layer.extent("num_attention_heads"),
+        q_lora_rank=view.layer.extent("q_lora_rank"),
+        kv_lora_rank=view.layer.extent("kv_lora_rank"),
+        qk_nope_head_dim=view.layer.extent("qk_nope_head_dim"),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=view.layer.extent("v_head_dim"),
+        in_features=hidden,
+        out_features=hidden,
+        rope=rope,
+    )
+
+
+def _gqa(view: ConfigView, style: Style, index: int) -> GQASpec:
+    hidden = view.layer.extent("hidden_size")
+    model_type = view.layer.text("model_type") or ""
+    q_norm = view.tensors.get(f"layers.{index}.self_attn.q_norm.weight")
+    head_dim = read_head_dim(view)
+    if view.layer.extent("head_dim") is None and q_norm is not None and len(q_norm.shape) == 1:
+        # Written files may leave out what their class has by default; the norm of one head has the head's width.
+        head_dim = q_norm.shape[0]
+    stage = style == "deepseek-v4"
+    qkv_bias = view.layer.flag("attention_bias", "use_bias")
+    if qkv_bias is None:
+        qkv_bias = style == "mimo"
+    rotary = view.layer.extent("qk_rope_head_dim") if stage else head_dim
+    return GQASpec(
+        num_heads=view.layer.extent("num_attention_heads"),
+        num_kv_heads=view.layer.extent("num_key_value_heads", "num_attention_heads"),
+        head_dim=head_dim,
+        in_features=hidden,
+        out_features=hidden,
+        rope=read_rope(view.layer, head_dim=rotary, is_neox_style=style not in ("ernie", "deepseek-v4")),
+        qk_norm=q_norm is not None
+        or (
+            not view.tensors
+            and (re.match(r"qwen3|exaone", model_type) is not None or bool(view.layer.flag("use_qk_norm")))
+        ),
+        qkv_bias=qkv_bias,
+        o_bias=qkv_bias and style != "mimo" and not model_type.startswith("glm"),
+        q_gate=re.match(r"qwen3_next|qwen3_5", model_type) is not None,
+        k_eq_v=stage,
+    )
+
+
+def _moe(view: ConfigView, style: Style, index: int) -> MoESpec | None:
+    """The experts of layer `index`; ERNIE's and MiMo's prediction layers are dense whatever their targets are."""
+    section = view.layer
+    experts = section.extent("n_routed_experts", "num_experts")
+    if not experts or style in ("ernie", "mimo"):
+        return None
+    place = plus(section.extent("num_hidden_layers"), index)
+    first = section.extent("first_k_dense_replace")
+    if place is not None and first is not None and place < first:
+        return None
+    inner = section.extent("moe_intermediate_size")
+    shared_gate = section.extent("shared_expert_intermediate_size") is not None
+    shared = (
+        section.extent("shared_expert_intermediate_size")
+        if shared_gate
+        else times(section.extent("n_shared_experts"), inner)
+    )
+    deepseek = section.extent("n_routed_experts") is not None
+    scoring = section.text("scoring_func") or ("sigmoid" if deepseek else "softmax")
+    method = section.text("topk_method")
+    normed = section.flag("norm_topk_prob")
+    scale = section.number("routed_scaling_factor")
+    prefix = f"layers.{index}.mlp.experts"
+    fused = f"{prefix}.gate_up_proj" in view.tensors
+    if not fused and f"{prefix}.0.gate_proj.weight" not in view.tensors:
+        fused = style == "speculators"
+    return MoESpec(
+        num_experts=experts,
+        top_k=section.extent("num_experts_per_tok"),
+        intermediate_size=inner,
+        shared_intermediate_size=shared or None,
+        scoring="softmax" if scoring == "softmax" else "sigmoid",
+        norm_topk_prob=True if normed is None else normed,
+        routed_scaling_factor=1.0 if scale is None else scale,
+        n_group=section.extent("n_group") or 1,
+        topk_group=section.extent("topk_group") or 1,
+        correction_bias=method == "noaux_tc" or (method is None and scoring == "sigmoid"),
+        shared_gate=shared_gate,
+        fused_experts=fused,
+    )
+
+
+def _layer_tensors(spec: DraftSpec, layer: LayerSpec, options: MTPOptions) -> Iterator[ExpectedTensor]:
+    hidden, vocab = spec.hidden_size, spec.vocabulary.vocab_size
+    prefix = f"layers.{layer.index}"
+    if not options.shared_stem or layer.index == 0:
+        yield norm(f"{prefix}.enorm", hidden, layer.index)
+        yield norm(f"{prefix}.hnorm", hidden, layer.index)
+        yield from _scaled(f"{prefix}.eh_proj.weight", (hidden, times(2, hidden)), layer, options)
+        if options.own_norm:
+            yield norm(f"{prefix}.shared_head.norm", hidden, layer.index)
+    yield norm(f"{prefix}.input_layernorm", hidden, layer.index)
+    block = list(_attention_tensors(layer, options)) + list(_mlp_tensors(layer, hidden))
+    for tensor in block:
+        yield tensor
+        routing = tensor.name.endswith((".mlp.gate.weight", ".shared_expert_gate.weight"))
+        if options.fp8_block is not None and len(tensor.shape) == 2 and tensor.need == "required" and not routing:
+            yield _block_scale(tensor, options.fp8_block)
+    yield norm(f"{prefix}.post_attention_layernorm", hidden, layer.index)
+    for name in ("embed_tokens", "shared_head.head"):
+        yield ExpectedTensor(
+            name=f"{prefix}.{name}.weight", shape=(vocab, hidden), need="optional", reason=_SHARED, layer=layer.index
+        )
+
+
+def _scaled(name: str, shape: tuple[Extent, ...], layer: LayerSpec, options: MTPOptions) -> Iterator[ExpectedTensor]:
+    tensor = ExpectedTensor(name=name, shape=shape, layer=layer.index)
+    yield tensor
+    if options.fp8_block is not None:
+        yield _block_scale(tensor, options.fp8_block)
+
+
+def _block_scale(tensor: ExpectedTensor, block: tuple[int, int]) -> ExpectedTensor:
+    """The scales of an fp8 weight, one per block."""
+    return ExpectedTensor(
+        name=f"{tensor.name}_scale_inv",
+        shape=tuple(
+            None if extent is None else -(-extent // edge) for extent, edge in zip(tensor.shape, block, strict=True)
+        ),
+        need="optional",
+        reason="a weight that is left in its plain dtype has no scales",
+        layer=tensor.layer,
+        dtype="float32",
+    )
+
+
+def _attention_tensors(layer: LayerSpec, options: MTPOptions) -> Iterator[ExpectedTensor]:
+    attention = layer.attention
+    if isinstance(attention, GQASpec):
+        yield from gqa_tensors(layer, attention)
+        return
+    assert attention is not None
+    prefix = f"layers.{layer.index}.self_attn"
+    width, rank = attention.in_features, attention.q_lora_rank
+    queries = times(attention.num_heads, attention.qk_head_dim)
+    expanded = times(attention.num_heads, plus(attention.qk_nope_head_dim, attention.v_head_dim))
+    shapes: dict[str, tuple[Extent, ...]] = (
+        {"q_proj": (queries, width)}
+        if rank is None
+        else {"q_a_proj": (rank, width), "q_a_layernorm": (rank,), "q_b_proj": (queries, rank)}
+    )
+    shapes |= {
+        "kv_a_proj_with_mqa": (plus(attention.kv_lora_rank, attention.qk_rope_head_dim), width),
+        "kv_a_layernorm": (attention.kv_lora_rank,),
+        "kv_b_proj": (expanded, attention.kv_lora_rank),
+        "o_proj": (attention.out_features, times(attention.num_heads, attention.v_head_dim)),
+    }
+    for name, shape in shapes.items():
+        yield ExpectedTensor(name=f"{prefix}.{name}.weight", shape=shape, layer=layer.index)
+    if options.indexer is None:
+        return
+    heads, head_dim = options.indexer
+    for name, shape in {
+        "wq_b.weight": (times(heads, head_dim), rank),
+        "wk.weight": (head_dim, width),
+        "k_norm.weight": (head_dim,),
+        "k_norm.bias": (head_dim,),
+        "weights_proj.weight": (heads, width),
+    }.items():
+        yield ExpectedTensor(
+            name=f"{prefix}.indexer.{name}",
+            shape=shape,
+            need="optional",
+            reason="it picks the keys of long contexts; without it the layer attends to all",
+            layer=layer.index,
+        )
+
+
+def _mlp_tensors(layer: LayerSpec, hidden: Extent) -> Iterator[ExpectedTensor]:
+    moe = layer.moe
+    if moe is None:
+        yield from mlp_tensors(layer, hidden)
+        return
+    prefix = f"layers.{layer.index}.mlp"
+    inner = moe.intermediate_size
+
+    def tensor(name: str, *shape: Extent) -> ExpectedTensor:
+        return ExpectedTensor(name=f"{prefix}.{name}", shape=shape, layer=layer.index)
+
+    yield tensor("gate.weight", moe.num_experts, hidden)
+    if moe.correction_bias:
+        yield replace(tensor("gate.e_score_correction_bias", moe.num_experts), dtype="float32")
+    if moe.fused_experts:
+        yield tensor("experts.gate_up_proj", moe.num_experts, times(2, inner), hidden)
+        yield tensor("experts.down_proj", moe.num_experts, hidden, inner)
+    else:
+        for expert in range(min(moe.num_experts or 0, _MAX_EXPERTS)):
+            yield tensor(f"experts.{expert}.gate_proj.weight", inner, hidden)
+            yield tensor(f"experts.{expert}.up_proj.weight", inner, hidden)
+            yield tensor(f"experts.{expert}.down_proj.weight", hidden, inner)
+    if moe.shared_intermediate_size:
+        name = "shared_expert" if moe.shared_gate else "shared_experts"
+        yield tensor(f"{name}.gate_proj.weight", moe.shared_intermediate_size, hidden)
+        yield tensor(f"{name}.up_proj.weight", moe.shared_intermediate_size, hidden)
+        yield tensor(f"{name}.down_proj.weight", hidden, moe.shared_intermediate_size)
+        if moe.shared_gate:
+            yield tensor("shared_expert_gate.weight", 1, hidden)
+
+
+#: No model comes near; a configuration that claims more must not eat the machine.
+_MAX_EXPERTS = 4096
+
+
+def _stage_tensors(spec: DraftSpec, layer: LayerSpec, stage: StageSpec) -> Iterator[ExpectedTensor]:
+    """A DeepSeek-V4 stage: latent queries, one K=V head, a grouped output, experts, and the mixing of the residual streams."""
+    hidden, moe, attention = spec.hidden_size, layer.moe, layer.attention
+    assert isinstance(attention, GQASpec)
+    prefix, head_dim = f"layers.{layer.index}", attention.head_dim
+    queries = times(attention.num_heads, head_dim)
+    outputs = times(stage.o_groups, stage.o_lora_rank)
+    per_group = None if queries is None or not stage.o_groups else queries // stage.o_groups
+    streams = times(stage.hc_mult, hidden)
+    mixes = times(stage.hc_mult, plus(stage.hc_mult, 2))
+
+    def tensor(name: str, *shape: Extent, **fields: Any) -> ExpectedTensor:
+        return ExpectedTensor(name=f"{prefix}.{name}", shape=shape, layer=layer.index, **fields)
+
+    def projection(name: str, *shape: Extent) -> Iterator[ExpectedTensor]:
+        found = tensor(f"{name}.weight", *shape)
+        yield found
+        if spec.options.fp8_block is not None:
+            scale = _block_scale(found, spec.options.fp8_block)
+            yield replace(scale, name=f"{prefix}.{name}.scale", dtype="float8_e8m0fnu")
+
+    for name in ("enorm", "hnorm", "norm", "attn_norm", "ffn_norm"):
+        yield tensor(f"{name}.weight", hidden)
+    yield from projection("e_proj", hidden, hidden)
+    yield from projection("h_proj", hidden, hidden)
+    yield from projection("attn.wq_a", stage.q_lora_rank, hidden)
+    yield tensor("attn.q_norm.weight", stage.q_lora_rank)
+    yield from projection("attn.wq_b", queries, stage.q_lora_rank)
+    yield from projection("attn.wkv", head_dim, hidden)
+    yield tensor("attn.kv_norm.weight", head_dim)
+    yield from projection("attn.wo_a", outputs, per_group)
+    yield from projection("attn.wo_b", hidden, outputs)
+    yield tensor("attn.attn_sink", attention.num_heads, dtype="float32")
+    for name in ("hc_attn", "hc_ffn"):
+        yield tensor(f"{name}_fn", mixes, streams, dtype="float32")
+        yield tensor(f"{name}_base", mixes, dtype="float32")
+        yield tensor(f"{name}_scale", 3, dtype="float32")
+    yield tensor("hc_head_fn", stage.hc_mult, streams, dtype="float32")
+    yield tensor("hc_head_base", stage.hc_mult, dtype="float32")
+    yield tensor("hc_head_scale", 1, dtype="float32")
+    if moe is None:
+        return
+    yield tensor("ffn.gate.weight", moe.num_experts, hidden)
+    yield tensor("ffn.gate.bias", moe.num_experts, dtype="float32")
+    inner = moe.intermediate_size
+    for name, shape in {"w1": (inner, hidden), "w2": (hidden, inner), "w3": (inner, hidden)}.items():
+        if moe.shared_intermediate_size:
+            yield from projection(f"ffn.shared_experts.{name}", *shape)
+        for expert in range(min(moe.num_experts or 0, _MAX_EXPERTS)):
+            if not stage.packed_experts:
+                yield from projection(f"ffn.experts.{expert}.{name}", *shape)
+                continue
+            rows, columns = shape
+            halves, scales = (None, None) if columns is None else (columns // 2, columns // 32)
+            yield tensor(f"ffn.experts.{expert}.{name}.weight", rows, halves, kind="int")
+            yield tensor(f"ffn.experts.{expert}.{name}.scale", rows, scales, dtype="float8_e8m0fnu")
+    for name in ("emb.tok_emb", "head"):
+        yield tensor(f"{name}.weight", spec.vocabulary.vocab_size, hidden, need="optional", reason=_SHARED)
+
+
+def _counted(name: str, match: re.Match[str], depth: int | None) -> str:
+    """A prediction layer's name that counts on from the target's last layer; any other stays as it is."""
+    index = int(match["index"])
+    if depth is None or index < depth:
+        return name
+    rest = match["rest"]
+    for old, new in _REST.items():
+        if rest.startswith(old):
+            rest = new + rest.removeprefix(old)
+    return f"layers.{index - depth}.{rest}"
+
+
+def _target_depth(root: Section | None) -> int | None:
+    if root is None:
+        return None
+    for section in (root.values, root.values.get("text_config")):
+        depth = section.get("num_hidden_layers") if isinstance(section, Mapping) else None
+        if isinstance(depth, int) and not isinstance(depth, bool):
+            return depth
+    return None
+
+
+def _held(view: ConfigView) -> int:
+    """Layers that the weights show, where the configuration does not count them."""
+    matches = (re.match(r"layers\.(\d{1,4})\.", name) for name in view.tensors)
+    held = {index for match in matches if match and (index := int(match[1])) < MAX_LAYERS}
+    return max(held) + 1 if held else 0

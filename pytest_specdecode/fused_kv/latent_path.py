@@ -1,0 +1,217 @@
+"""`FusedLatentKV`: the cache rows of every latent-attention layer from one GEMM and one kernel launch.
+
+The counterpart of `FusedKV` for drafts whose layers keep a latent row per token instead of K/V heads, with the same habits: it refuses
+what the stack cannot serve (`latent_stack.py`), checks positions against the table, notices changed weights, refuses a rope table that
+grew wrongly, and hands out fresh tensors.
+
+Where the numbers are rounded: the projection, bias included, once to the weight's dtype by the GEMM; every lane once more at the store,
+after norm or rotation in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pytest_specdecode.fused_kv.inputs import (
+    RopeTable,
+    check_attributes,
+    check_epsilons,
+    checked_positions,
+    checked_tokens,
+    chosen_backend,
+    weight_versions,
+)
+from pytest_specdecode.fused_kv.latent_kernel import fused_latent_norm_rope
+from pytest_specdecode.fused_kv.latent_stack import (
+    PROJECTION,
+    LatentFacts,
+    down_projection_of,
+    latent_facts_of,
+    validate_latent,
+)
+from pytest_specdecode.fused_kv.stack import norm_eps_of, norm_kind_of, rope_facts
+
+WriteLayerLatent = Callable[[int, Tensor], object]
+
+_ATTRIBUTES = ("kv_lora_rank", "qk_rope_head_dim", "rotary_emb")
+
+
+class FusedLatentKV:
+    """The stacked latent path of a draft.
+
+    Args:
+        layers: `layer.self_attn.{kv_a_proj_with_mqa, kv_a_layernorm, kv_lora_rank, qk_rope_head_dim, rotary_emb}` is read, or
+            `fused_qkv_a_proj_with_mqa` and `q_lora_rank` where the down projections are joined; see `latent_facts_of`.
+        rotary_emb: the rotary object that serves all layers.
+        kv_lora_rank, qk_rope_head_dim: what every layer must have.
+        device: where the stacked weights live and the work is done.
+        max_position_hint: positions below this must be in the rope table from the start; it is grown if it can grow.
+        backend: `triton`, `eager` (plain torch, same roundings), or `auto`: triton where it is installed.
+
+    Attributes:
+        num_layers, hidden_size, dtype, is_neox_style: of the stack.
+        backend: `triton` or `eager`, as chosen.
+        facts: one LatentFacts per layer.
+
+    Raises:
+        StackMismatchError, StackUnsupportedError: the first reason why these layers are no stack; carries axis, expected, got, layer.
+        StackRangeError: the rope table is shorter than the hint and does not grow.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        rotary_emb: Any,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        device: torch.device | str,
+        max_position_hint: int | None = None,
+        *,
+        backend: Literal["auto", "triton", "eager"] = "auto",
+    ) -> None:
+        self.rotary_emb = rotary_emb
+        self.kv_lora_rank = int(kv_lora_rank)
+        self.qk_rope_head_dim = int(qk_rope_head_dim)
+        self.device = torch.device(device)
+        self.max_position_hint = max_position_hint
+        self.is_neox_style = bool(getattr(rotary_emb, "is_neox_style", True))
+        self.backend = chosen_backend(backend)
+        self.refresh_weights(layers)
+        self._table = RopeTable(rotary_emb, "latent")
+        if max_position_hint is not None:
+            self._table.reach(max(max_position_hint - 1, 0), served=False)
+
+    def refresh_weights(self, layers: Sequence[Any]) -> None:
+        """Take the weights anew, from these layers, which are validated as at construction.
+
+        Weights changed in place are noticed by `materialize` without this, except where they were written through `.data`.
+        """
+        for index, layer in enumerate(layers):
+            projection, is_joined = down_projection_of(check_attributes(layer, index, _ATTRIBUTES, "latent"))
+            if projection is None:
+                check_attributes(layer, index, (PROJECTION,), "latent")
+            elif is_joined:
+                check_attributes(layer, index, ("q_lora_rank",), "latent")
+        facts = tuple(latent_facts_of(layer) for layer in layers)
+        validate_latent(
+            facts,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            is_neox_style=self.is_neox_style,
+            shared_rope=rope_facts(self.rotary_emb, self.qk_rope_head_dim),
+        )
+        check_epsilons([fact.norm_eps for fact in facts], "kv_a_layernorm", "latent")
+        self.facts: tuple[LatentFacts, ...] = facts
+        self._layers = tuple(layers)
+        self._stack()
+
+    def materialize(self, ctx_hidden: Tensor, positions: Tensor, write_layer_latent: WriteLayerLatent) -> None:
+        """The cache rows of the context, handed over layer by layer.
+
+        Args:
+            ctx_hidden: `[T, hidden_size]`; cast to the weights' dtype.
+            positions: T integers of any shape and stride, each >= 0 and in the rope table (which is grown if it can grow).
+            write_layer_latent: called with (layer index, rows) for layer 0, 1, …; rows are `[T, kv_lora_rank + qk_rope_head_dim]` in the
+                weights' dtype, the normed latent and then the rotated k_pe, fresh for each call of `materialize`. Not called where T is 0.
+
+        Raises:
+            InputError: ctx_hidden or positions do not fit.
+            StackRangeError: the rope table is too short for the positions.
+            StackUnsupportedError: the table grew, and the new rows do not continue the old ones.
+        """
+        rows = self.compute(ctx_hidden, positions)
+        if rows.shape[1] == 0:
+            return
+        for layer, layer_rows in enumerate(rows):
+            write_layer_latent(layer, layer_rows)
+
+    @torch.no_grad()
+    def compute(self, ctx_hidden: Tensor, positions: Tensor) -> Tensor:
+        """As `materialize`, but returned: `[L, T, kv_lora_rank + qk_rope_head_dim]`."""
+        if checked_tokens(ctx_hidden, "latent") == 0:
+            width = self.kv_lora_rank + self.qk_rope_head_dim
+            return torch.empty((self.num_layers, 0, width), dtype=self.dtype, device=self.device)
+        positions = checked_positions(ctx_hidden, positions, self.hidden_size, "latent")
+        self._table.serve(positions)
+        if self._weight_versions() != self._versions:
+            self.refresh_weights(self._layers)
+
+        run = fused_latent_norm_rope if self.backend == "triton" else _eager_latent_norm_rope
+        return run(
+            self.project(ctx_hidden.to(self.device, self.dtype)),
+            positions.to(self.device),
+            self._norm_weight,
+            self._eps,
+            self._table.to(self.device),
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            is_neox_style=self.is_neox_style,
+        )
+
+    def project(self, ctx_hidden: Tensor) -> Tensor:
+        """The stacked projection alone, bias included: `[T, hidden_size]` in the stack's dtype and device to
+        `[T, L, kv_lora_rank + qk_rope_head_dim]`, per layer the latent before its norm, then k_pe before its rotation."""
+        flat = (
+            torch.mm(ctx_hidden, self._weight)
+            if self._bias is None
+            else torch.addmm(self._bias, ctx_hidden, self._weight)
+        )
+        return flat.view(ctx_hidden.shape[0], self.num_layers, self.kv_lora_rank + self.qk_rope_head_dim)
+
+    def _stack(self) -> None:
+        attns = [layer.self_attn for layer in self._layers]
+        weights, biases, norms = [], [], []
+        for attn in attns:
+            projection, is_joined = down_projection_of(attn)
+            rows = slice(int(attn.q_lora_rank) if is_joined else 0, None)
+            weights.append(projection.weight.detach()[rows].to(self.device))
+            bias = getattr(projection, "bias", None)
+            if bias is not None:
+                biases.append(bias.detach()[rows].to(self.device, weights[0].dtype))
+            norm = attn.kv_a_layernorm.weight.detach().to(self.device, torch.float32)
+            norms.append(1.0 + norm if norm_kind_of(attn.kv_a_layernorm) == "gemma" else norm)
+        self.num_layers = len(attns)
+        self.hidden_size = int(weights[0].shape[1])
+        self.dtype = weights[0].dtype
+        self._weight = torch.cat(weights).T.contiguous()
+        self._bias = torch.cat(biases) if biases else None
+        self._norm_weight = torch.stack(norms)
+        epsilons = [norm_eps_of(attn.kv_a_layernorm) for attn in attns]
+        self._eps = torch.tensor(epsilons, dtype=torch.float32, device=self.device)
+        self._versions = self._weight_versions()
+
+    def _weight_versions(self) -> list[tuple[int, int, int]]:
+        tensors = []
+        for layer in self._layers:
+            projection, _ = down_projection_of(layer.self_attn)
+            tensors += [projection.weight, getattr(projection, "bias", None), layer.self_attn.kv_a_layernorm.weight]
+        return weight_versions(tensors)
+
+
+# --- the same without triton ------------------------------------------------------------------------------------------------------------
+
+
+def _eager_latent_norm_rope(
+    kv_a: Tensor,
+    positions: Tensor,
+    norm_weight: Tensor,
+    eps: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    is_neox_style: bool,
+) -> Tensor:
+    """`fused_latent_norm_rope` in plain torch: float32 between the load and the one rounding at the end."""
+    latent, k_pe = torch.split(kv_a.transpose(0, 1).float(), [kv_lora_rank, qk_rope_head_dim], dim=-1)
+    inverse = torch.rsqrt(latent.square().sum(dim=-1, keepdim=True) / kv_lora_rank + eps[:, None, None])
+    normed = latent * inverse * norm_weight[:, None, :].float()
+    cos, sin = cos_sin_cache[positions.long()].float()[None].chunk(2, dim=-1)
+    first, second = k_pe.chunk(2, dim=-1) if is_neox_style else (k_pe[..., 0::2], k_pe[..., 1::2])
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    joined = torch.cat(turned, dim=-1) if is_neox_style else torch.stack(turned, dim=-1).flatten(-2)
+    return torch.cat([normed, joined], dim=-1).to(kv_a.dtype)

@@ -1,0 +1,135 @@
+"""The mixture of experts: routing worked out by hand, the rest against a sum written out.
+
+What these catch: a bias that weighs as well as chooses; groups ranked by their best expert where the best two count; weights divided after
+they are scaled, or not at all; an expert's output given to another row; joined experts split the wrong way round. The same against
+transformers' DeepSeek-V3 is in `tests/peers/test_peer_mtp.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pytest_specdecode.errors import LayerBuildError
+from pytest_specdecode.layers import MoE
+from pytest_specdecode.spec import MoESpec
+
+HIDDEN, INNER, EXPERTS = 4, 3, 4
+SPEC: dict[str, Any] = {"num_experts": EXPERTS, "top_k": 2, "intermediate_size": INNER}
+
+
+def tensors(*, shared: str | None = None, bias: Tensor | None = None) -> dict[str, Tensor]:
+    """Random experts under a gate that is the identity: the logits of a row are its own entries."""
+    generator = torch.Generator().manual_seed(7)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    found = {"gate.weight": torch.eye(EXPERTS, dtype=torch.float64)}
+    for stem in (*(f"experts.{index}" for index in range(EXPERTS)), *([shared] if shared else [])):
+        found |= {f"{stem}.{name}_proj.weight": drawn(INNER, HIDDEN) for name in ("gate", "up")}
+        found[f"{stem}.down_proj.weight"] = drawn(HIDDEN, INNER)
+    if shared == "shared_expert":
+        found["shared_expert_gate.weight"] = drawn(1, HIDDEN)
+    if bias is not None:
+        found["gate.e_score_correction_bias"] = bias
+    return found
+
+
+def expert(held: dict[str, Tensor], stem: str, x: Tensor) -> Tensor:
+    gate, up = (x @ held[f"{stem}.{name}_proj.weight"].T for name in ("gate", "up"))
+    return (gate * gate.sigmoid() * up) @ held[f"{stem}.down_proj.weight"].T
+
+
+def routed(x: list[float], **fields: Any) -> dict[int, float]:
+    bias = fields.pop("bias", None)
+    held = tensors(bias=None if bias is None else torch.tensor(bias, dtype=torch.float64))
+    layer = MoE(MoESpec(**{**SPEC, **fields}, correction_bias=bias is not None), held, hidden_size=HIDDEN)
+    weights, ids = layer.route(torch.tensor([x], dtype=torch.float64))
+    return dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
+
+
+SIGMOID = {0.0: 0.5, 1.0: 0.7310585786300049, 2.0: 0.8807970779778823, -1.0: 0.2689414213699951}
+
+
+def test_softmax_weights_are_those_over_all_experts() -> None:
+    total = sum(2.718281828459045**value for value in (0.0, 1.0, 2.0, -1.0))
+    assert routed([0.0, 1.0, 2.0, -1.0]) == pytest.approx(
+        {2: 2.718281828459045**2 / total, 1: 2.718281828459045 / total}
+    )
+
+
+def test_weights_are_divided_by_their_sum_and_then_scaled() -> None:
+    total = SIGMOID[2.0] + SIGMOID[1.0]
+    due = {2: 2.5 * SIGMOID[2.0] / total, 1: 2.5 * SIGMOID[1.0] / total}
+    found = routed([0.0, 1.0, 2.0, -1.0], scoring="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5)
+    assert found == pytest.approx(due, rel=1e-12)
+
+
+def test_the_bias_chooses_and_does_not_weigh() -> None:
+    found = routed([0.0, 1.0, 2.0, -1.0], scoring="sigmoid", bias=[0.0, 0.0, 0.0, 9.0])
+    assert found == pytest.approx({3: SIGMOID[-1.0], 2: SIGMOID[2.0]}, rel=1e-12)
+
+
+def test_groups_are_ranked_by_their_best_two_with_a_bias_and_by_their_best_without() -> None:
+    # Experts 0 and 1 are good together, expert 2 is best alone.
+    row, fields = [1.0, 1.0, 2.0, -9.0], {"scoring": "sigmoid", "n_group": 2, "topk_group": 1}
+    assert set(routed(row, **fields, bias=[0.0] * 4)) == {0, 1}
+    assert set(routed(row, **fields)) == {2, 3}
+
+
+@pytest.mark.parametrize("shared", [None, "shared_experts", "shared_expert"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_output_is_the_weighted_sum_of_the_experts(shared: str | None, fused: bool) -> None:
+    held = tensors(shared=shared)
+    given = dict(held)
+    if fused:
+        for index in range(EXPERTS):
+            for name in ("gate", "up", "down"):
+                del given[f"experts.{index}.{name}_proj.weight"]
+        halves = [[held[f"experts.{index}.{name}_proj.weight"] for name in ("gate", "up")] for index in range(EXPERTS)]
+        given["experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in halves])
+        given["experts.down_proj"] = torch.stack(
+            [held[f"experts.{index}.down_proj.weight"] for index in range(EXPERTS)]
+        )
+    spec = MoESpec(
+        **SPEC,
+        shared_intermediate_size=INNER if shared else None,
+        shared_gate=shared == "shared_expert",
+        fused_experts=fused,
+    )
+    layer = MoE(spec, given, hidden_size=HIDDEN)
+    x = torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    scores = x.softmax(dim=-1)
+    kept = scores * (scores >= scores.topk(2, dim=-1).values[..., -1:])
+    due = sum(kept[..., index : index + 1] * expert(held, f"experts.{index}", x) for index in range(EXPERTS))
+    if shared is not None:
+        output = expert(held, shared, x)
+        due = due + (
+            output if shared == "shared_experts" else (x @ held["shared_expert_gate.weight"].T).sigmoid() * output
+        )
+    torch.testing.assert_close(layer(x), due, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"num_experts": None}, "num_experts"),
+        ({"top_k": 0}, "num_experts_per_tok"),
+        ({"top_k": 5}, "num_experts_per_tok"),
+        ({"n_group": 3}, "n_group"),
+        ({"n_group": 2, "topk_group": 3}, "n_group"),
+        ({"n_group": 4, "topk_group": 1}, "num_experts_per_tok"),
+        ({"correction_bias": True}, "gate.e_score_correction_bias"),
+        ({"intermediate_size": 5}, "experts.0.gate_proj.weight"),
+        ({"fused_experts": True}, "experts.gate_up_proj"),
+        ({"shared_intermediate_size": 3}, "shared_experts.gate_proj.weight"),
+    ],
+)
+def test_what_does_not_fit_is_named(fields: dict[str, Any], key: str) -> None:
+    with pytest.raises(LayerBuildError) as caught:
+        MoE(MoESpec(**{**SPEC, **fields}), tensors(), hidden_size=HIDDEN)
+    assert caught.value.key == key
