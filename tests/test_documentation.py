@@ -9,9 +9,11 @@ import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from pytest_specdecode import check_draft, families, testing
 from pytest_specdecode.fused_kv import AXES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +52,22 @@ def test_the_script_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     (script,) = [block for block in blocks if block.startswith("from pytest_specdecode import")]
     exec(compile(script, "README.md", "exec"), {})
     assert capsys.readouterr().out == "True passed\n"
+
+
+def test_the_family_in_contributing_is_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example is run as it stands: it opens as itself, passes, and a dropped tensor is named."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(compile(block, "CONTRIBUTING.md", "exec"), names)
+    family = names["ResidualHeads"]()
+    for module in (families, testing):
+        monkeypatch.setattr(module, "FAMILIES", (*families.FAMILIES, family))
+    report = check_draft(testing.write_tiny(tmp_path / "whole", family.name))
+    assert report.drafts[0].family == "residual-heads"
+    assert {result.status for result in report} == {"passed", "skipped"}, str(report)
+    broken = testing.write_tiny(tmp_path / "broken", family.name, edit=lambda found: found.pop("layers.1.block.weight"))
+    assert "layers.1.block.weight" in check_draft(broken)["weights.missing"].message
 
 
 def test_every_relative_path_that_documents_name_exists() -> None:
