@@ -19,6 +19,13 @@ from pytest_specdecode.testing import write_tiny
 Run = Callable[..., pytest.RunResult]
 
 
+@pytest.fixture(autouse=True)
+def _on_a_desk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pytest writes longer summaries where it believes to be in CI, and these tests count lines."""
+    for name in ("CI", "BUILD_NUMBER", "FORCE_COLOR", "PYTEST_ADDOPTS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="session")
 def dflash(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A right DFlash draft in a directory `dflash-tiny`; not to be changed."""
