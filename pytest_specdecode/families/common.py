@@ -49,9 +49,12 @@ def read_eps(view: ConfigView) -> float:
     return 1e-6 if eps is None else eps
 
 
-def stores_fused_qkv(view: ConfigView, layer: int, *, default: bool = False) -> bool:
-    """Whether q, k and v of `layer` are stored as one `qkv_proj`; `default` where the weights say neither, or are not there."""
-    prefix = f"layers.{layer}.self_attn"
+def stores_fused_qkv(view: ConfigView, layer: int, *, default: bool = False, stem: str = "layers") -> bool:
+    """Whether q, k and v of `layer` are stored as one `qkv_proj`; `default` where the weights say neither, or are not there.
+
+    `stem` is what stands before the layer's number.
+    """
+    prefix = f"{stem}.{layer}.self_attn"
     if f"{prefix}.qkv_proj.weight" in view.tensors:
         return True
     return default and f"{prefix}.q_proj.weight" not in view.tensors

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
-from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim
+from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, stores_fused_qkv
 from pytest_specdecode.families.config import MAX_LAYERS, Section
 from pytest_specdecode.families.eagle3 import mla_tensors
 from pytest_specdecode.families.rope import read_rope
@@ -168,7 +168,7 @@ class Eagle1(Family):
             layers=tuple(
                 LayerSpec(
                     index=index,
-                    attention=_attention(view, variant),
+                    attention=_attention(view, variant, index),
                     intermediate_size=view.layer.extent(
                         *(("intermediate_size_mlp",) if variant == "llama4" and options.experts is None else ()),
                         "intermediate_size",
@@ -359,8 +359,8 @@ def _widths(view: ConfigView) -> list[Signal]:
         return []
     if "hidden_norm.weight" in view.tensors or "layers.0.hidden_norm.weight" in view.tensors:
         return []
-    for name in ("layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_a_proj.weight"):
-        first = view.tensors.get(name)
+    for name in ("q_proj", "qkv_proj", "q_a_proj"):
+        first = view.tensors.get(f"layers.0.self_attn.{name}.weight")
         if first is not None and len(first.shape) == 2 and first.shape[1] == fc.shape[0]:
             return [Signal(family="eagle1", kind="tensors", where="fc.weight", value=list(fc.shape))]
     return []
@@ -445,7 +445,7 @@ def _or_one(value: float | None) -> float:
     return 1.0 if value is None else value
 
 
-def _attention(view: ConfigView, variant: Variant) -> GQASpec | MLASpec:
+def _attention(view: ConfigView, variant: Variant, index: int) -> GQASpec | MLASpec:
     hidden = view.layer.extent("hidden_size")
     if variant == "mistral-large-3":
         return _latent_attention(view, hidden)
@@ -464,6 +464,7 @@ def _attention(view: ConfigView, variant: Variant) -> GQASpec | MLASpec:
         qk_norm=variant == "cohere" and bool(view.layer.flag("use_qk_norm")),
         qkv_bias=bool(qkv),
         o_bias=every,
+        fused_qkv=stores_fused_qkv(view, index),
     )
 
 

@@ -102,7 +102,7 @@ class Eagle3(Family):
     }
 
     def signals(self, view: ConfigView) -> list[Signal]:
-        """Label, 2H-wide q_proj under an `fc`, or EAGLE3's own keys."""
+        """Label, 2H-wide q_proj or qkv_proj under an `fc`, or EAGLE3's own keys."""
         if relative_of(view) is not None:
             return label_signals(view, self.name, mla=False)
         return [
@@ -132,7 +132,8 @@ class Eagle3(Family):
         return canonical_eagle3(name)
 
     def _tensor_signals(self, view: ConfigView) -> list[Signal]:
-        return width_signals(view, self.name, "layers.0.self_attn.q_proj.weight")
+        stored = (f"layers.0.self_attn.{name}.weight" for name in ("q_proj", "qkv_proj"))
+        return [signal for name in stored for signal in width_signals(view, self.name, name)]
 
 
 class Eagle3Layer(ReferenceLayer):

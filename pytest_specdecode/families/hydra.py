@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_specdecode.errors import NoReferenceError
 from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
-from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, read_vocabulary
+from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, read_vocabulary, stores_fused_qkv
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.heads import HeadLayer, head_linear
 from pytest_specdecode.families.rope import read_rope
@@ -301,6 +301,9 @@ def _prefix_layer(view: ConfigView, index: int, hidden: Extent) -> LayerSpec:
     head_dim = read_head_dim(view)
     kv_heads = view.layer.extent("num_key_value_heads")
     kv_rows = rows("self_attn.k_proj")
+    joined, q_rows = rows("self_attn.qkv_proj"), times(heads, head_dim)
+    if joined is not None and q_rows is not None and joined > q_rows:
+        kv_rows = (joined - q_rows) // 2
     if kv_heads is None and head_dim and kv_rows is not None:
         kv_heads = kv_rows // head_dim
     inner = view.layer.extent("intermediate_size")
@@ -313,6 +316,7 @@ def _prefix_layer(view: ConfigView, index: int, hidden: Extent) -> LayerSpec:
             in_features=hidden,
             out_features=hidden,
             rope=read_rope(view.layer, head_dim=head_dim),
+            fused_qkv=stores_fused_qkv(view, 0, stem=f"{_PREFIX}.layers"),
         ),
         intermediate_size=rows("mlp.gate_proj") if inner is None else inner,
         hidden_act=view.layer.text("hidden_act") or "silu",

@@ -40,7 +40,7 @@ from pytest_specdecode.families.base import (
     Signal,
     TensorSource,
 )
-from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim
+from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, stores_fused_qkv
 from pytest_specdecode.families.config import MAX_LAYERS, Section
 from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.families.tensors import gqa_tensors, mlp_tensors, norm
@@ -503,6 +503,7 @@ def _gqa(view: ConfigView, style: Style, index: int) -> GQASpec:
         o_bias=qkv_bias and style != "mimo" and not model_type.startswith("glm"),
         q_gate=re.match(r"qwen3_next|qwen3_5", model_type) is not None,
         k_eq_v=stage,
+        fused_qkv=stores_fused_qkv(view, index),
     )
 
 

@@ -16,11 +16,12 @@ def gqa_tensors(layer: LayerSpec, attention: GQASpec, *, fused_qkv: bool = False
     prefix = f"layers.{layer.index}.self_attn"
     q_rows = times(attention.num_heads, attention.head_dim)
     kv_rows = times(attention.num_kv_heads, attention.head_dim)
-    rows: list[tuple[str, Extent]] = [("q_proj", times(2, q_rows) if attention.q_gate else q_rows), ("k_proj", kv_rows)]
+    queries = times(2, q_rows) if attention.q_gate else q_rows
+    rows: list[tuple[str, Extent]] = [("q_proj", queries), ("k_proj", kv_rows)]
     if not attention.k_eq_v:
         rows.append(("v_proj", kv_rows))
     if fused_qkv or attention.fused_qkv:
-        rows = [("qkv_proj", plus(q_rows, times(2, kv_rows)))]
+        rows = [("qkv_proj", plus(queries, times(2, kv_rows)))]
     if attention.target_kv:
         rows += [("k_proj_target", kv_rows), ("v_proj_target", kv_rows)]
     for name, extent in rows:

@@ -2,7 +2,8 @@
 
 What these catch: a packaging whose keys or tensor names are not what the package writes; taps shifted by one; the context normed once too
 often; a sliding window read as another package reads it; causality taken from the wrong key; a convolution that looks across the block, or
-forward; a selector's codebooks swapped; a refiner that conditions row 0 on the anchor; logits capped before they are scaled.
+forward; a selector's codebooks swapped; a refiner that conditions row 0 on the anchor; logits capped before they are scaled; in a whole
+generation, the context or the positions of a later block off by what was accepted before it.
 
 The peers compute their angles and norms in float32, so agreement is held to 2e-5 of outputs of order one, and each test shows that the
 reading next to the right one is off by far more. `domino`, `dflare` and Laguna have no package that installs: `test_family_*.py` hold them
@@ -12,6 +13,7 @@ against a separate NumPy computation.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -248,6 +250,129 @@ def test_muse_glimmer_assistant(tmp_path: Path, transformers: ModuleType, types:
     same(ours(draft, given), due)
     other(ours(draft, given, reading("row")), due)
     other(ours(draft, given, reading("anchor")), due)
+
+
+# --- transformers' DFlash generation --------------------------------------------------------------------------------------------------
+
+PROMPT, NEW = 12, 30
+#: Tokens of a block that the target accepts, block by block; None leaves the draft's own tokens in place.
+ACCEPTED = [0, 3, B - 1, 1, 0, 2, 5, 1, B - 1]
+
+
+def dflash_generation(
+    transformers: ModuleType, monkeypatch: pytest.MonkeyPatch, accepted: list[int] | None, types: list[str]
+) -> SimpleNamespace:
+    """Greedy generation of a small random target with a small random assistant, and what was drafted on the way.
+
+    A random assistant is hardly ever right. So that blocks of every length are accepted, `accepted` has the target's own tokens put in the
+    place of the first drafted ones, after those are recorded.
+
+    Returns:
+        target, assistant: the models. tokens: [PROMPT + NEW]. greedy: what the target generates alone.
+        blocks: per block, the number of tokens before it (its anchor included), the drafted ids and their logits [B - 1, V].
+    """
+    shared = {key: value for key, value in LAYERS.items() if key not in ("num_hidden_layers", "layer_types")}
+    special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    config = transformers.Qwen3Config(**shared, num_hidden_layers=4, tie_word_embeddings=False, **special)
+    target = drawn(transformers.Qwen3ForCausalLM(config), 1)
+    settings = {"sliding_window": 5, "layer_types": types, "block_size": B, "mask_token_id": V - 1}
+    settings |= {"num_hidden_layers": 2, "target_layer_ids": [0, 2, 3]}
+    assistant = transformers.MuseGlimmerAssistantConfig(**shared, **settings, **special)
+    assistant = drawn(transformers.MuseGlimmerAssistantModel(assistant), 2)
+    prompt = torch.randint(0, V - 1, (1, PROMPT), generator=torch.Generator().manual_seed(3))
+    greedy = target.generate(prompt, max_new_tokens=NEW, do_sample=False)[0]
+
+    generator = transformers.generation.candidate_generator.DFlashTokenCandidateGenerator
+    candidates, blocks = generator.get_candidates, []
+
+    def recorded(self: Any, input_ids: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
+        ids, logits = candidates(self, input_ids, **given)
+        length = input_ids.shape[1]
+        if logits is not None:
+            blocks.append((length, ids[0, length:].tolist(), logits[0]))
+            if accepted is not None:
+                right = accepted[(len(blocks) - 1) % len(accepted)]
+                due = greedy[length : length + right]
+                ids = ids.clone()
+                ids[0, length : length + len(due)] = due
+        return ids, logits
+
+    monkeypatch.setattr(generator, "get_candidates", recorded)
+    how = transformers.GenerationConfig(speculation_type="dflash", max_new_tokens=NEW, do_sample=False, **special)
+    tokens = target.generate(prompt, assistant_model=assistant, generation_config=how)[0]
+    return SimpleNamespace(target=target, assistant=assistant, tokens=tokens, greedy=greedy, blocks=blocks)
+
+
+def target_taps(target: Any, tokens: Tensor, *, last_normed: bool = True) -> Tensor:
+    """The tapped states [T, K, H] of every token, from one pass over all of them."""
+    last: list[Tensor] = []
+    handle = target.model.norm.register_forward_pre_hook(lambda _, args: last.append(args[0]))
+    states = list(target(tokens[None], output_hidden_states=True).hidden_states)
+    handle.remove()
+    if not last_normed:
+        states[-1] = last[0]
+    return torch.stack([states[layer + 1][0] for layer in (0, 2, 3)], dim=-2)
+
+
+def reference_drafts(draft: Draft, run: SimpleNamespace, taps: Tensor, rows: int = B) -> list[Tensor]:
+    """Our logits [rows - 1, V] for each recorded block, every block computed from its whole context at once."""
+    assert draft.spec is not None
+    assert draft.spec.block is not None
+    model = draft.family.build_model(draft.spec, draft.source(dtype=torch.float32))  # type: ignore[union-attr]
+    embedding, head = run.target.get_input_embeddings().weight, run.target.get_output_embeddings().weight
+    found = []
+    for length, _, _ in run.blocks:
+        anchor = length - 1
+        ids = torch.tensor([int(run.tokens[anchor]), *[draft.spec.block.mask_token_id] * (rows - 1)])
+        block = embedding[ids] * draft.spec.block.input_embedding_scale
+        states = model.forward(block, torch.arange(anchor, anchor + rows), taps[:anchor], torch.arange(anchor))
+        found.append(model.logits(states, head)[1:])
+    return found
+
+
+@pytest.mark.parametrize("types", [[FULL, FULL], [SLIDING, FULL]], ids=["full", "window"])
+@pytest.mark.parametrize("accepted", [None, ACCEPTED], ids=["own drafts", "accepted"])
+def test_dflash_generation_drafts(
+    tmp_path: Path,
+    transformers: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    accepted: list[int] | None,
+    types: list[str],
+) -> None:
+    """Token by token, with the target's last layer among the taps: transformers hands over its state after the final norm."""
+    run = dflash_generation(transformers, monkeypatch, accepted, types)
+    assert torch.equal(run.tokens, run.greedy)
+    lengths = [length for length, _, _ in run.blocks]
+    if accepted is not None:
+        assert {after - before for before, after in itertools.pairwise(lengths)} == {right + 1 for right in ACCEPTED}
+    draft = opened(run.assistant, tmp_path)
+    taps = target_taps(run.target, run.tokens)
+    found = reference_drafts(draft, run, taps)
+    assert [logits.argmax(dim=-1).tolist() for logits in found] == [ids for _, ids, _ in run.blocks]
+    for logits, (_, _, due) in zip(found, run.blocks, strict=True):
+        same(logits, due)
+    # The block keeps its length at the end of a generation too.
+    assert {len(ids) for _, ids, _ in run.blocks} == {B - 1}
+    assert lengths[-1] + B > PROMPT + NEW
+
+
+def test_dflash_generation_told_apart(
+    tmp_path: Path, transformers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a last tap before the final norm, taps one layer early, states of the next token, and a shorter block."""
+    run = dflash_generation(transformers, monkeypatch, ACCEPTED, [FULL, FULL])
+    draft, taps = opened(run.assistant, tmp_path), target_taps(run.target, run.tokens)
+    states = run.target(run.tokens[None], output_hidden_states=True).hidden_states
+    early = torch.stack([states[layer][0] for layer in (0, 2, 3)], dim=-2)
+    raw = target_taps(run.target, run.tokens, last_normed=False)
+    readings = {"raw": (raw, B), "early": (early, B), "next": (taps.roll(-1, 0), B), "short": (taps, B // 2)}
+    for wrong, rows in readings.values():
+        found = reference_drafts(draft, run, wrong, rows)
+        for logits, (_, _, due) in zip(found, run.blocks, strict=True):
+            other(logits, due[: rows - 1])
+        mine = [logits.argmax(dim=-1).tolist() for logits in found]
+        differ = [ids != due[: rows - 1] for ids, (_, due, _) in zip(mine, run.blocks, strict=True)]
+        assert sum(differ) > len(differ) // 2
 
 
 # --- speculators ------------------------------------------------------------------------------------------------------------------
