@@ -39,6 +39,16 @@ def stated(context: Context) -> Iterator[Finding]:
     negative = [id for id in taps.ids if id < 0]
     if negative:
         yield context.fail("a layer id is negative", where=where, got=list(taps.ids), due="ids from 0 up")
+    counted = context.draft.checkpoint.config.get("num_aux_hidden_states")
+    if context.spec.eagle3 is not None and isinstance(counted, int) and counted != len(taps.ids):
+        yield context.fail(
+            f"num_aux_hidden_states says {counted}, {len(taps.ids)} layers are stated; engines count by the first",
+            where="config.json: num_aux_hidden_states",
+            got=counted,
+            due=len(taps.ids),
+            fix="state the number of the listed layers, or leave it out",
+            fault="taps-miscounted",
+        )
     if len(set(taps.ids)) < len(taps.ids):
         yield context.fail(
             "a layer is tapped twice", where=where, got=list(taps.ids), due="different layers", fix="state each id once"

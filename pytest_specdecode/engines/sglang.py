@@ -106,6 +106,9 @@ ENGINE = Engine(
         "nan": serves_wrong("NaN spreads through every head that reads the tensor"),
         "degenerate": serves_wrong("serves what the tensor gives"),
         "taps-missing": _taps_missing,
+        "taps-miscounted": stops(
+            "the loader's shape assertion: fc is built for num_aux_hidden_states taps", "srt/models/llama_eagle3.py"
+        ),
         "taps-range": stops("DFLASH target_layer_ids contains an out-of-range layer id", _DFLASH),
         "taps-places-differ": serves_wrong("reads eagle_config only", "srt/model_executor/spec_aux_hidden_state.py"),
         "taps-nested-only": fine("reads eagle_config", "srt/model_executor/spec_aux_hidden_state.py"),

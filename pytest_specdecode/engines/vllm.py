@@ -52,6 +52,7 @@ ENGINE = Engine(
         ),
         "nan": serves_wrong("NaN spreads through every head that reads the tensor"),
         "degenerate": serves_wrong("serves what the tensor gives"),
+        "taps-miscounted": stops("the loader's shape assertion: fc is built for num_aux_hidden_states taps", _EAGLE3),
         "taps-places-differ": serves_wrong("reads the top level first", "v1/worker/gpu_model_runner.py"),
         "taps-nested-only": serves_wrong(
             "the V2 runner does not choose layers by eagle_config and takes the default; the V1 runner reads it",

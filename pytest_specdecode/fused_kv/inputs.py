@@ -108,6 +108,10 @@ def weight_versions(tensors: Sequence[Tensor | None]) -> list[tuple[int, int, in
     return [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors if t is not None]
 
 
+#: A position from here on is a fault of the caller, not a long context: the table for it would fill the machine.
+MAX_TABLE_ROWS = 1 << 22
+
+
 class RopeTable:
     """The table of the rotary object that serves all layers, over time.
 
@@ -159,7 +163,7 @@ class RopeTable:
         """
         self._accept(self._rotary_emb.cos_sin_cache, served)
         grow = getattr(self._rotary_emb, "_ensure_cos_sin_cache_length", None)
-        if position >= self._table.shape[0] and grow is not None:
+        if self._table.shape[0] <= position < MAX_TABLE_ROWS and grow is not None:
             grow(position)
             self._accept(self._rotary_emb.cos_sin_cache, served)
         rows = self._table.shape[0]

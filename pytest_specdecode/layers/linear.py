@@ -56,9 +56,17 @@ class Linear(nn.Module):
                 got=tuple(bias.shape),
                 due=(weight.shape[0],),
             )
+        if bias is not None and bias.dtype not in _COMPUTED:
+            raise LayerBuildError(
+                f"the bias is {_dtype(bias)}; layers compute in {', '.join(_COMPUTED.values())}",
+                key=name,
+                got=_dtype(bias),
+                due=_dtype(weight),
+            )
         self.name = name
         self.weight = frozen(weight)
-        self.bias = None if bias is None else frozen(bias)
+        # Engines load every parameter in the model's one dtype.
+        self.bias = None if bias is None else frozen(bias.to(weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]` in the weight's dtype; DraftError where width or dtype do not fit."""

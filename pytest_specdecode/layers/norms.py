@@ -38,9 +38,9 @@ class RMSNorm(nn.Module):
 
     def __init__(self, weight: Tensor, eps: float, kind: NormKind = "rms") -> None:
         super().__init__()
-        if weight.ndim != 1 or not weight.is_floating_point():
+        if weight.ndim != 1 or not weight.is_floating_point() or weight.element_size() < 2:
             raise LayerBuildError(
-                f"a norm's weight is a vector of floats; got {weight.dtype} of shape {list(weight.shape)}",
+                f"a norm's weight is a vector of floats of 16 bits or more; got {weight.dtype} of shape {list(weight.shape)}",
                 got=tuple(weight.shape),
                 due="[width]",
             )

@@ -257,7 +257,7 @@ def _yarn_frequencies(rope: RopeSpec, theta: float, dim: int, *, truncate: bool)
     def lane(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = lane(_float(rope, "beta_fast", 0.0) or 32.0), lane(_float(rope, "beta_slow", 0.0) or 1.0)
+    low, high = lane(_turns(rope, "beta_fast", 32.0)), lane(_turns(rope, "beta_slow", 1.0))
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -267,6 +267,19 @@ def _yarn_frequencies(rope: RopeSpec, theta: float, dim: int, *, truncate: bool)
     kept = (1.0 - ramp) * _float(rope, "extrapolation_factor", 1.0)
     plain = _plain(theta, dim)
     return plain / factor * (1.0 - kept) + plain * kept, factor
+
+
+def _turns(rope: RopeSpec, field: str, default: float) -> float:
+    """Full turns within the original length at which YaRN's ramp starts or ends; 0 and absent are the default, as in the peers."""
+    turns = _float(rope, field, 0.0) or default
+    if not 1e-6 <= turns <= 1e6:
+        raise LayerBuildError(
+            f"is {turns!r}; a number of turns is due, 32 or 1 as a rule",
+            key=f"rope_scaling.{field}",
+            got=turns,
+            due="1e-6 to 1e6",
+        )
+    return turns
 
 
 def _llama3(rope: RopeSpec, theta: float, dim: int, seq_len: int | None) -> tuple[Tensor, float]:
