@@ -87,6 +87,7 @@ class GQASpec:
         k_eq_v: V is the K projection before its norm; there is no v_proj.
         v_norm: a norm without a weight over each V head.
         scaling: factor on the scores; None for `head_dim ** -0.5`.
+        sink: a learned logit per head takes part in every softmax (`attention_sink_bias`); None where the file does not say.
     """
 
     num_heads: Extent
@@ -107,6 +108,7 @@ class GQASpec:
     k_eq_v: bool = False
     v_norm: bool = False
     scaling: float | None = None
+    sink: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

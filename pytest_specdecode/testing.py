@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "expected_tensors",
     "random_tensors",
+    "stored_names",
     "tiny_config",
     "write_checkpoint",
     "write_sparse",
@@ -40,6 +41,16 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
         else:
             config[key] = value
     return config
+
+
+def stored_names(config: Mapping[str, Any], family: str) -> Callable[[str], str]:
+    """From canonical names to those on disk, as `family` writes the draft of `config`; what `write_checkpoint` takes as `rename`."""
+    sheet = _family(family)
+    checkpoint = Checkpoint(Path("config"))
+    checkpoint.config = config
+    view = open_view(checkpoint)
+    spec = sheet.parse(view)
+    return lambda name: sheet.stored_name(name, view.root, spec)
 
 
 def expected_tensors(config: Mapping[str, Any], family: str) -> tuple[DraftSpec, tuple[ExpectedTensor, ...]]:
@@ -98,14 +109,14 @@ def write_tiny(
         config: the configuration to build tensors for; the tiny one with `changes` where None.
         seed: of the weights.
         dtype: torch's name of the weights' dtype.
-        edit: changes the tensors in place before they are written, to break one.
+        edit: changes the tensors in place, by canonical name, before they are written by the family's own names, to break one.
         changes: keys of the configuration; `...` drops one.
     """
     whole = tiny_config(family, **changes) if config is None else dict(config)
     tensors = random_tensors(whole, family, seed=seed, dtype=dtype)
     if edit is not None:
         edit(tensors)
-    return write_checkpoint(directory, whole, tensors)
+    return write_checkpoint(directory, whole, tensors, rename=stored_names(whole, family))
 
 
 def write_checkpoint(
@@ -116,7 +127,10 @@ def write_checkpoint(
     shards: int = 1,
     rename: Callable[[str], str] = lambda name: name,
 ) -> Path:
-    """Write `config` and `tensors` as safetensors, in one file or in `shards` with an index, and return the directory."""
+    """Write `config` and `tensors` as safetensors, in one file or in `shards` with an index, and return the directory.
+
+    The names are those of `tensors`, changed by `rename`; `stored_names` has a family's own.
+    """
     from safetensors.torch import save_file
 
     path = Path(directory)
@@ -150,6 +164,7 @@ def write_sparse(
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     spec, tensors = expected_tensors(config, family)
+    rename = stored_names(config, family)
     header: dict[str, Any] = {}
     position = 0
     for tensor in tensors:
@@ -158,7 +173,7 @@ def write_sparse(
         kind = {"float": dtype, "int": "I64", "bool": "BOOL"}[tensor.kind]
         shape = _known_shape(tensor)
         size = math.prod(shape) * DTYPE_BITS[kind] // 8
-        header[tensor.name] = {"dtype": kind, "shape": list(shape), "data_offsets": [position, position + size]}
+        header[rename(tensor.name)] = {"dtype": kind, "shape": list(shape), "data_offsets": [position, position + size]}
         position += size
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)

@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -145,15 +144,14 @@ def test_a_target_that_is_none_is_an_error(tmp_path: Path, eagle3: Path, make: o
 # --- unknown families ----------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_family_is_named_with_its_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("pytest_specdecode.families.recognise"), "NOT_READ", (("someday", "Someday"),))
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["SomedayDraftModel"]}))
+def test_an_unknown_family_is_named_with_its_evidence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "someday"}))
     with pytest.raises(UnknownFamilyError) as caught:
         open_draft(tmp_path)
     assert str(caught.value) == (
         f"{tmp_path / 'config.json'}: no draft family that this version reads; signals name someday"
     )
-    assert caught.value.got == {"someday": ["architectures[0] = 'SomedayDraftModel'"]}
+    assert caught.value.got == {"someday": ["speculators_model_type = 'someday'"]}
     assert set(caught.value.due) >= set(FAMILIES)
 
 

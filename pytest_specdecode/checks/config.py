@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_specdecode.checks.registry import NO_LAYERS, Context, Inconclusive, Skip, check
+from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check, require_layers
 from pytest_specdecode.families import FAMILIES
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.spec import GQASpec, MLASpec
@@ -51,19 +51,40 @@ def family(context: Context) -> Iterator[Finding]:
             due=f"one of {read}",
             fix="state the draft's architecture; is this the draft's directory and not the target's?",
         )
+    elif draft.spec.packaging == "speculators":
+        config = draft.checkpoint.config
+        nested = config.get("speculators_config")
+        algorithm = nested.get("algorithm") if isinstance(nested, dict) else None
+        named = config.get("speculators_model_type")
+        if algorithm is not None and algorithm != named:
+            yield context.fail(
+                "speculators_config.algorithm and speculators_model_type name different families",
+                where="config.json: speculators_config.algorithm",
+                got=algorithm,
+                due=named,
+                fix="state in both what the weights are",
+            )
 
 
 @check(
     "config.types",
-    title="every value that is read has the type its readers expect",
-    why="A string where a number is due is read as absent by one engine and stops another.",
+    title="every value that is read is there where its family cannot do without it, and has the type its readers expect",
+    why="A string where a number is due is read as absent by one engine and stops another; for an absent one a class default steps in.",
     anywhere=True,
 )
 def types(context: Context) -> Iterator[Finding]:
-    """Values of the wrong type, or beyond what any draft has."""
+    """Values of the wrong type or beyond what any draft has, and options of the family that are not stated or cannot be."""
     if (unread := context.draft.unread_config) is not None:
         raise Inconclusive(f"the configuration cannot be read: {unread}")
-    for fault in context.draft.config_faults:
+    draft = context.draft
+    faults = list(draft.config_faults)
+    read_wrong = {(fault.key or "").rpartition(".")[2] for fault in faults}
+    if draft.family is not None and draft.spec is not None:
+        # A value of the wrong type is read as absent; one finding is enough.
+        faults += [
+            fault for fault in draft.family.faults(draft.spec) if (fault.key or "").rpartition(".")[2] not in read_wrong
+        ]
+    for fault in faults:
         yield context.fail(fault.message, where=f"config.json: {fault.key}", got=fault.got, due=fault.due)
 
 
@@ -155,8 +176,7 @@ def num_hidden_layers(context: Context) -> Iterator[Finding]:
 def head_arithmetic(context: Context) -> Iterator[Finding]:
     """Counts and widths of the first layer's heads, and rows of q against columns of o, k against v."""
     spec = context.spec
-    if not spec.layers:
-        raise Inconclusive(NO_LAYERS)
+    require_layers(context)
     attention = spec.layers[0].attention
     if attention is None:
         raise Skip("this draft's heads have no attention")
@@ -303,8 +323,9 @@ def _layer_config(context: Context) -> dict[str, object]:
 
 
 def _extent(context: Context, name: str, axis: int) -> int | None:
-    header = context.draft.header(name)
-    return None if header is None or axis >= len(header.shape) else header.shape[axis]
+    """An extent of a matrix, where it is stored in a form that tells it."""
+    shape = context.draft.shape(name)
+    return None if shape is None or axis >= len(shape) else shape[axis]
 
 
 def _layers_with_tensors(context: Context) -> list[int] | None:

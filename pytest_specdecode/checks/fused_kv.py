@@ -6,10 +6,10 @@ One check per homogeneity axis, from the configuration and the headers alone: th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from pytest_specdecode.checks.registry import NO_LAYERS, Context, Inconclusive, Skip, check
+from pytest_specdecode.checks.registry import Context, Inconclusive, check, require_layers
 from pytest_specdecode.errors import DraftError, FusedKVError, StackUnsupportedError
+from pytest_specdecode.families.quantised import PLAIN_FLOATS
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.fused_kv.stack import AXES, LayerFacts, mismatches, normal_scaling
 from pytest_specdecode.spec import DraftSpec, GQASpec, LayerSpec
@@ -32,6 +32,11 @@ MEANING: dict[str, str] = {
     "q-size": "row of the fused weight at which K starts",
     "quantization": "quantisation of the projections",
 }
+
+
+def no_stack(context: Context) -> str | None:
+    """Why the draft has no stacked path; the configuration settles it, whatever of the weights is missing."""
+    return context.draft.fused_kv_reason
 
 
 def axis_check(axis: str) -> Callable[[Context], Iterator[Finding]]:
@@ -69,6 +74,7 @@ for _axis in AXES:
         title=f"all layers agree in the {MEANING[_axis]}",
         why="The stacked path takes it from one place for all layers.",
         needs=("config", "headers"),
+        unless=no_stack,
     )(axis_check(_axis))
 
 
@@ -78,6 +84,7 @@ for _axis in AXES:
     why="vLLM norms every layer with layer 0's epsilon; the difference shows on small keys only.",
     severity="warning",
     needs=("config", "headers"),
+    unless=no_stack,
 )
 def norm_eps(context: Context) -> Iterator[Finding]:
     """Layers whose epsilon is not layer 0's."""
@@ -98,12 +105,11 @@ def norm_eps(context: Context) -> Iterator[Finding]:
     title="the stacked kernel equals the float64 reference on this checkpoint's weights",
     why="Acceptance is the only other thing that a wrong context K/V changes, and it falls without an error.",
     needs=("headers", "tensors", "triton"),
+    unless=no_stack,
 )
 def matches_reference(context: Context) -> Iterator[Finding]:
     """K within eager's own error of the truth, V bit for bit, at positions near and far."""
-    _require_stack(context)
-    if not context.spec.layers:
-        raise Inconclusive(NO_LAYERS)
+    require_layers(context)
     from pytest_specdecode.launch import triton_missing
 
     if (reason := triton_missing()) is not None:
@@ -169,16 +175,8 @@ def _faults(context: Context) -> list[FusedKVError]:
 
 
 def _facts(context: Context) -> list[LayerFacts]:
-    _require_stack(context)
-    if not context.spec.layers:
-        raise Inconclusive(NO_LAYERS)
+    require_layers(context)
     return [_layer_facts(context, context.spec, layer) for layer in context.spec.layers]
-
-
-def _require_stack(context: Context) -> None:
-    reason = context.draft.fused_kv_reason
-    if reason is not None:
-        raise Skip(reason)
 
 
 def _layer_facts(context: Context, spec: DraftSpec, layer: LayerSpec) -> LayerFacts:
@@ -188,8 +186,9 @@ def _layer_facts(context: Context, spec: DraftSpec, layer: LayerSpec) -> LayerFa
     prefix = f"layers.{layer.index}.self_attn"
 
     def shape(name: str) -> tuple[int, ...] | None:
-        header = context.draft.header(f"{prefix}.{name}")
-        return None if header is None or not header.shape else header.shape
+        shape = context.draft.shape(f"{prefix}.{name}") or ()
+        known = tuple(extent for extent in shape if extent is not None)
+        return known if known and len(known) == len(shape) else None
 
     q, k, v, norm = (shape(f"{name}.weight") for name in ("q_proj", "k_proj", "v_proj", "k_norm"))
     joined = shape("qkv_proj.weight") if attention.fused_qkv else None
@@ -214,7 +213,7 @@ def _layer_facts(context: Context, spec: DraftSpec, layer: LayerSpec) -> LayerFa
         hidden_size=next(
             (found[1] for found in (k, joined) if found is not None and len(found) == 2), attention.in_features
         ),
-        dtype=weight.dtype if weight is not None and weight.dtype in _PLAIN else None,
+        dtype=weight.dtype if weight is not None and weight.dtype in PLAIN_FLOATS else None,
         bias=(shape(f"{stem}.bias") is not None if held else None) if stored else attention.qkv_bias,
         k_norm=(_norm_place(norm, head_dim) if held else None) if stored else _NORM_PLACE[attention.qk_norm],
         norm_kind=layer.norm_kind,
@@ -229,7 +228,6 @@ def _layer_facts(context: Context, spec: DraftSpec, layer: LayerSpec) -> LayerFa
 
 
 _NORM_PLACE = {True: "per-head", False: "none"}
-_PLAIN = ("bfloat16", "float16", "float32", "float64")
 
 
 def _norm_place(norm: tuple[int, ...] | None, head_dim: int | None) -> str:
@@ -240,15 +238,12 @@ def _norm_place(norm: tuple[int, ...] | None, head_dim: int | None) -> str:
 
 def _quantization(context: Context, stem: str) -> str | None:
     """The method, where the projection `stem` that holds this layer's K is stored in a form that is not plain."""
-    binding = context.draft.binding
-    names = () if binding is None else binding.stored
-    packed = [name for name in names if name.startswith(f"{stem}.") and not name.endswith((".weight", ".bias"))]
-    header = context.draft.header(f"{stem}.weight")
-    if not packed and (header is None or header.dtype in _PLAIN):
+    binding, name = context.draft.binding, f"{stem}.weight"
+    header, form = context.draft.header(name), None if binding is None else binding.storage.forms.get(name)
+    if binding is None or header is None or form is None or form.kind == "plain":
         return None
-    config: Any = context.draft.checkpoint.config.get("quantization_config")
-    method = config.get("quant_method") if isinstance(config, dict) else None
-    return str(method or (packed[0].rsplit(".", 1)[1] if packed else header.dtype if header is not None else "unknown"))
+    under = form.holder.rpartition(".")[2]
+    return binding.storage.scheme.method or (header.dtype if form.holder == name else under)
 
 
 def _product(one: int | None, other: int | None) -> int | None:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_specdecode.checks.registry import NO_LAYERS, Context, Inconclusive, Skip, check, is_quantised
+from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check, is_quantised, require_layers
 from pytest_specdecode.errors import DraftError, LayerBuildError, NoReferenceError
+from pytest_specdecode.families import Family
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.spec import MLASpec
 
@@ -34,36 +35,68 @@ _STORED = 2
 
 @check(
     "layers.build",
-    title="every layer builds from the checkpoint and runs",
+    title="every layer and the head behind them build from the checkpoint and run",
     why="What cannot be built here is what a serving engine would have to guess.",
     needs=("headers", "tensors"),
 )
 def build(context: Context) -> Iterator[Finding]:
-    """The first reason per layer, all layers in one finding."""
-    reasons: dict[int, LayerBuildError] = {}
+    """The first reason per layer, and the head's, all in one finding."""
+    require_layers(context)
+    reasons: dict[str, LayerBuildError] = {}
     _require_memory(context, _STORED)
     for layer in context.spec.layers:
-        try:
+        with _collected(context, reasons, f"layer {layer.index}"):
             built = context.draft.layer(layer.index, device=context.device)
             built.prefill(built.probe(2, SEED))
-        except NoReferenceError as error:
-            raise Inconclusive(str(error)) from None
-        except LayerBuildError as error:
-            if is_quantised(context):
-                raise Inconclusive(
-                    f"the weights are quantised, and reference layers need plain ones: {error}"
-                ) from None
-            reasons[layer.index] = error
-    if not context.spec.layers:
-        raise Inconclusive(NO_LAYERS)
+    with _collected(context, reasons, "the head"):
+        _build_head(context)
     if reasons:
-        first = reasons[min(reasons)]
+        place, first = next(iter(reasons.items()))
+        layers = sum(name != "the head" for name in reasons)
+        more = f"; {layers} layers fail" if layers > 1 else ""
+        more += "; the head fails, too" if layers and len(reasons) > layers else ""
         yield context.fail(
-            str(first) + (f"; {len(reasons)} layers fail" if len(reasons) > 1 else ""),
-            where=first.key or f"layer {min(reasons)}",
-            got=first.got if len(reasons) == 1 else {index: str(error) for index, error in reasons.items()},
+            f"{first}{more}",
+            where=first.key or place,
+            got=first.got if len(reasons) == 1 else {name: str(error) for name, error in reasons.items()},
             due=first.due,
         )
+
+
+@contextlib.contextmanager
+def _collected(context: Context, reasons: dict[str, LayerBuildError], place: str) -> Iterator[None]:
+    """Keep the LayerBuildError that arises inside as the reason of `place`, where it is the draft's fault."""
+    try:
+        yield
+    except NoReferenceError as error:
+        if not reasons:
+            raise Inconclusive(str(error)) from None
+    except LayerBuildError as error:
+        if is_quantised(context):
+            raise Inconclusive(f"the weights are quantised, and reference layers need plain ones: {error}") from None
+        reasons[place] = error
+
+
+def _build_head(context: Context) -> None:
+    """Build what the family has behind its last layer, and run it on a block's worth of states where all of it has one dtype."""
+    import torch
+
+    draft, spec = context.draft, context.spec
+    family = draft.family
+    # A family without a head of its own inherits the base's, which only says so.
+    if family is None or type(family).build_head is Family.build_head:
+        return
+    stored = {} if draft.binding is None else draft.binding.stored
+    headers = [draft.header(name) for name in stored if family.layer_index(name) is None]
+    outside = [header for header in headers if header is not None]
+    _require_free(sum(header.numel for header in outside), _STORED, "a head")
+    head = family.build_head(spec, draft.source(device=context.device))
+    dtypes = {header.dtype for header in outside if header.is_float}
+    if len(dtypes) != 1 or spec.hidden_size is None:
+        return
+    rows = (None if spec.block is None else spec.block.block_size) or 4
+    states = torch.randn(rows, spec.hidden_size, generator=torch.Generator().manual_seed(SEED))
+    family.run_head(spec, head, states.to(device=context.device, dtype=getattr(torch, dtypes.pop())))
 
 
 @check(
@@ -152,12 +185,15 @@ def mla_absorbed(context: Context) -> Iterator[Finding]:
 
 def _require_memory(context: Context, width: int) -> None:
     """Raise where one layer, at `width` bytes a parameter, is larger than what is free: a layer of experts can be."""
-    parameters = context.draft.checkpoint.num_parameters / max(1, len(context.spec.layers))
-    # The tensors as read, the layer's own copy, and one more of the largest part while it is made.
+    _require_free(context.draft.checkpoint.num_parameters / max(1, len(context.spec.layers)), width, "a layer")
+
+
+def _require_free(parameters: float, width: int, what: str) -> None:
+    # The tensors as read, the module's own copy, and one more of the largest part while it is made.
     needed, free = int(2.5 * width * parameters), _free_memory()
     if free is not None and needed > free:
         raise Inconclusive(
-            f"a layer of {parameters / 1e9:.1f} billion parameters takes about {needed / 2**30:.0f} GiB, "
+            f"{what} of {parameters / 1e9:.1f} billion parameters takes about {needed / 2**30:.0f} GiB, "
             f"{free / 2**30:.0f} GiB are free"
         )
 
@@ -181,9 +217,8 @@ def _dtype_of(context: Context, layer: int) -> str | None:
 
 def _layers(context: Context, dtype: torch.dtype | None = None) -> Iterator[tuple[int, ReferenceLayer]]:
     """Every layer with its index; a layer that does not build is `layers.build`'s to report."""
+    require_layers(context)
     _require_memory(context, _STORED if dtype is None else dtype.itemsize)
-    if not context.spec.layers:
-        raise Inconclusive(NO_LAYERS)
     for layer in context.spec.layers:
         with _build_reports(layer.index):
             built = context.draft.layer(layer.index, dtype=dtype, device=context.device)

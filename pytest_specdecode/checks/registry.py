@@ -49,6 +49,7 @@ class Check:
             alone where there are no weights, and is inconclusive only if that shows no fault.
         families: the families it applies to; None for all.
         anywhere: whether it runs on a checkpoint whose family is not known or whose files are broken.
+        unless: why the check does not apply to a draft whose configuration is known, or None; asked before the weights are.
         run: yields findings; may raise Skip or Inconclusive.
     """
 
@@ -60,6 +61,7 @@ class Check:
     families: tuple[str, ...] | None
     anywhere: bool
     run: Callable[[Context], Iterator[Finding]]
+    unless: Callable[[Context], str | None] | None = None
 
     @property
     def group(self) -> str:
@@ -134,6 +136,7 @@ def check(
     needs: Sequence[Need] = ("config",),
     families: Sequence[str] | None = None,
     anywhere: bool = False,
+    unless: Callable[[Context], str | None] | None = None,
 ) -> Callable[[Callable[[Context], Iterator[Finding]]], Callable[[Context], Iterator[Finding]]]:
     """Register the decorated generator as the check `id`."""
 
@@ -149,6 +152,7 @@ def check(
             families=None if families is None else tuple(families),
             anywhere=anywhere,
             run=run,
+            unless=unless,
         )
         return run
 
@@ -197,6 +201,14 @@ def run(item: Check, context: Context) -> CheckResult:
     return result("failed" if findings[0].severity == "error" else "warned", findings[0].message, findings)
 
 
+def require_layers(context: Context) -> None:
+    """Raise Inconclusive, with the true reason, where the draft has no layers to look at."""
+    if context.spec.layers:
+        return
+    family = context.draft.family
+    raise Inconclusive((None if family is None else family.no_layers_reason(context.spec)) or NO_LAYERS)
+
+
 def worst(results: Iterable[CheckResult]) -> Status:
     """The status that speaks for all of them."""
     return max((result.status for result in results), key=STATUS_ORDER.index, default="passed")
@@ -204,7 +216,8 @@ def worst(results: Iterable[CheckResult]) -> Status:
 
 def is_quantised(context: Context) -> bool:
     """Whether the configuration says that weights are stored quantised."""
-    return bool(context.draft.checkpoint.config.get("quantization_config"))
+    binding = context.draft.binding
+    return binding is not None and binding.storage.scheme.method is not None
 
 
 def _require(item: Check, context: Context) -> None:
@@ -218,6 +231,8 @@ def _require(item: Check, context: Context) -> None:
             raise Inconclusive(f"the configuration cannot be read: {draft.unread_config}")
         if item.families is not None and draft.spec.family not in item.families:
             raise Skip(f"for {_listed(item.families)} drafts; this one is {draft.spec.family}")
+        if item.unless is not None and (why_not := item.unless(context)) is not None:
+            raise Skip(why_not)
         if {"headers", "tensors"} & set(item.needs):
             if not draft.checkpoint.has_weights and "config" not in item.needs:
                 raise Inconclusive(_NO_WEIGHTS)

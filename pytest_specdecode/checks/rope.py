@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_specdecode.checks.registry import NO_LAYERS, Context, Inconclusive, Skip, check
+from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check, require_layers
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.spec import RopeSpec
 
@@ -64,8 +64,7 @@ def theta_agrees(context: Context) -> Iterator[Finding]:
 
 
 def _ropes(context: Context) -> list[RopeSpec]:
-    if not context.spec.layers:
-        raise Inconclusive(NO_LAYERS)
+    require_layers(context)
     ropes = [layer.attention.rope for layer in context.spec.layers if layer.attention is not None]
     if not ropes:
         raise Skip("no layer of this draft has attention, so nothing rotates")

@@ -162,13 +162,15 @@ def fc_width(context: Context) -> Iterator[Finding]:
             fault="fc-skipped",
         )
     header = context.draft.header("fc.weight")
-    if header is not None and len(header.shape) == 2 and header.shape[1] != width:
+    shape = context.draft.shape("fc.weight")
+    columns = shape[1] if shape is not None and len(shape) == 2 else None
+    if header is not None and columns not in (None, width):
         taps = spec.taps
         counted = f"{taps.count} taps" if taps.ids is not None else f"{taps.count} taps by default"
         yield context.fail(
-            f"fc reads {header.shape[1]} features; {counted} of {spec.target_hidden_size} give {width}",
+            f"fc reads {columns} features; {counted} of {spec.target_hidden_size} give {width}",
             where=f"{header.file}: {header.name}",
-            got=header.shape[1],
+            got=columns,
             due=width,
             fix="state the taps that the draft was trained on, and target_hidden_size where it is not hidden_size",
             fault="fc-width",

@@ -9,15 +9,10 @@ from collections.abc import Iterator
 from pytest_specdecode.checks.registry import Context, check, is_quantised
 from pytest_specdecode.checks.scan import TensorStats, scan
 from pytest_specdecode.families import Binding, ExpectedTensor
+from pytest_specdecode.families.quantised import PLAIN_FLOATS, Storage, StoredForm
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.spec import Extent
 
-_PLAIN_FLOATS = ("bfloat16", "float16", "float32", "float64")
-#: What quantised projections bring beside, or in place of, their weight.
-_QUANTISED = re.compile(
-    r"\.(weight_scale(_inv|_2)?|weight_zero_point|weight_packed|weight_shape|weight_g_idx|input_scale|input_zero_point"
-    r"|qweight|qzeros|scales|g_idx|[kv]_scale|absmax|quant_map|nested_absmax|quant_state\.\w+)$"
-)
 #: Buffers that every reader drops and that hold nothing a draft needs.
 _HARMLESS = re.compile(r"(^|\.)(rotary_emb\.\w+|inv_freq|cos_cached|sin_cached|position_ids)$")
 
@@ -30,22 +25,43 @@ _HARMLESS = re.compile(r"(^|\.)(rotary_emb\.\w+|inv_freq|cos_cached|sin_cached|p
 )
 def missing(context: Context) -> Iterator[Finding]:
     """Required tensors that no check of their own answers for, one finding per kind of outcome."""
+    binding = _binding(context)
+    # Inside a target a layer's number is not the one in its names.
+    embedded = context.spec.packaging == "embedded"
     by_fault: dict[str, list[ExpectedTensor]] = {}
-    for tensor in _binding(context).missing:
+    for tensor in binding.missing:
         if tensor.check == "weights.missing" and tensor.name != "embed_tokens.weight":
             by_fault.setdefault(tensor.fault, []).append(tensor)
     for fault, tensors in by_fault.items():
-        names = [tensor.name for tensor in tensors]
+        names = [context.draft.stored_name(tensor.name) for tensor in tensors]
+        beside = [binding.stored[name] for tensor in tensors for name in binding.storage.orphans.get(tensor.name, ())]
         layers = sorted({tensor.layer for tensor in tensors if tensor.layer is not None})
         yield context.fail(
             f"{names[0]} is not in the weights"
             if len(names) == 1
             else f"{len(names)} tensors are not in the weights, first {names[0]}",
-            where=f"layers {', '.join(map(str, layers))}" if layers else names[0],
-            got="absent",
-            due={tensor.name: list(tensor.shape) for tensor in tensors[:12]},
+            where=f"layers {', '.join(map(str, layers))}" if layers and not embedded else names[0],
+            got="absent" if not beside else f"absent; stored beside it: {', '.join(beside[:6])}",
+            due={name: list(tensor.shape) for name, tensor in list(zip(names, tensors, strict=True))[:12]},
             fix="export the whole draft; if the tensor goes by another name, rename it",
             fault=fault,
+        )
+    reported = {tensor.name for tensor in binding.missing}
+    halved = {
+        binding.stored[weight]: lacking
+        for weight, form in binding.storage.forms.items()
+        if (lacking := [context.draft.stored_name(name) for name in form.lacking if name not in reported])
+    }
+    if halved:
+        first = next(iter(halved))
+        yield context.fail(
+            f"{halved[first][0]} is not in the weights, and {first} is packed so that nothing can be read without it"
+            + (f"; {len(halved) - 1} more weights lack such" if len(halved) > 1 else ""),
+            where=halved[first][0],
+            got="absent",
+            due=[name for names in halved.values() for name in names][:12],
+            fix="export what the quantiser made in whole",
+            fault="tensor-missing",
         )
 
 
@@ -59,8 +75,6 @@ def unexpected(context: Context) -> Iterator[Finding]:
     """Tensors no expected name accounts for; leftovers of training are a warning."""
     binding = _binding(context)
     strange = [name for name in binding.unexpected if not _HARMLESS.search(name)]
-    if is_quantised(context):
-        strange = [name for name in strange if not _QUANTISED.search(name)]
     leftovers = [name for name in strange if name.startswith("verifier_")]
     foreign = [name for name in strange if name not in leftovers]
     barred = [
@@ -89,6 +103,18 @@ def unexpected(context: Context) -> Iterator[Finding]:
             fix="set the flag that the tensor belongs to, or leave the tensor out",
             fault="tensor-unexpected",
         )
+    apart = [tensor for tensor in binding.expected.values() if _differs(context, tensor)]
+    if apart:
+        first = apart[0]
+        yield context.fail(
+            f"{first.name} and {first.same_as} are one tensor by the configuration, and the file holds two different ones"
+            + (f"; {len(apart) - 1} more are stored so" if len(apart) > 1 else ""),
+            where=first.name,
+            got=[tensor.name for tensor in apart],
+            due="absent, or a copy",
+            fix="clear the flag that ties them, or export the tensor that is served",
+            fault="tensor-unexpected",
+        )
     for name, canonical in binding.twice:
         yield context.fail(
             f"{name} and {binding.stored[canonical]} stand for the same tensor",
@@ -113,17 +139,22 @@ def unexpected(context: Context) -> Iterator[Finding]:
     needs=("headers",),
 )
 def shapes(context: Context) -> Iterator[Finding]:
-    """All wrong shapes in one finding; the vocabulary's tensors and fc's width have checks of their own."""
+    """All wrong shapes in one finding; the vocabulary's tensors and fc's width have checks of their own.
+
+    A packed weight is compared by the plain matrix that it stands for, in the extents that its form keeps.
+    """
     binding = _binding(context)
-    wrong: dict[str, tuple[tuple[int, ...], tuple[Extent, ...]]] = {}
+    wrong: dict[str, tuple[tuple[Extent, ...], tuple[Extent, ...]]] = {}
     for name, tensor in binding.expected.items():
         header = context.draft.header(name)
         if header is None or tensor.check.startswith("vocabulary.") or name == "embed_tokens.weight":
             continue
         # The width of an fc over taps is taps.fc-width's to judge.
         due = (tensor.shape[0], None) if name == "fc.weight" and context.spec.taps.required else tensor.shape
-        if tensor.need != "never" and not _fits(header.shape, due):
-            wrong[name] = (header.shape, due)
+        # Where a family's own sheet states the packed shape, that is what the header is held against.
+        shape = header.shape if tensor.kind == "int" else context.draft.shape(name)
+        if tensor.need != "never" and shape is not None and not _fits(shape, due):
+            wrong[context.draft.stored_name(name) if context.spec.packaging == "embedded" else name] = (shape, due)
     if wrong:
         first = next(iter(wrong))
         got, due = wrong[first]
@@ -234,7 +265,6 @@ def names(context: Context) -> Iterator[Finding]:
     "weights.dtypes",
     title="floating-point tensors have one plain dtype",
     why="Mixed dtypes are promoted in a stack, doubling its memory; narrow ones without a scale are not numbers.",
-    severity="warning",
     needs=("headers",),
 )
 def dtypes(context: Context) -> Iterator[Finding]:
@@ -254,10 +284,14 @@ def dtypes(context: Context) -> Iterator[Finding]:
             floats.append(name)
         if header is None or tensor.kind != "float" or tensor.dtype == header.dtype:
             continue
+        form = binding.storage.forms.get(name)
+        if form is not None and form.kind != "plain":
+            continue
         if header.is_float:
             found.setdefault(header.dtype, []).append(name)
         else:
             wrong.append(name)
+    yield from _quantised_dtypes(context, binding.storage)
     quantised = is_quantised(context)
     if wrong and not quantised:
         yield context.fail(
@@ -266,7 +300,7 @@ def dtypes(context: Context) -> Iterator[Finding]:
             got={name: context.draft.header(name).dtype for name in wrong[:12]},  # type: ignore[union-attr]
             due="a floating-point dtype",
         )
-    plain = {dtype: names for dtype, names in found.items() if dtype in _PLAIN_FLOATS or not quantised}
+    plain = {dtype: names for dtype, names in found.items() if dtype in PLAIN_FLOATS or not quantised}
     if floats:
         yield context.fail(
             f"{floats[0]} holds token ids or packed weights and is stored as floats",
@@ -284,7 +318,7 @@ def dtypes(context: Context) -> Iterator[Finding]:
             due="one dtype",
             fix="convert on export",
         )
-    narrow = [dtype for dtype in found if dtype not in _PLAIN_FLOATS]
+    narrow = [dtype for dtype in found if dtype not in PLAIN_FLOATS]
     if narrow and not quantised:
         yield context.warn(
             f"{narrow[0]} weights without a quantization_config that says how to read them",
@@ -379,8 +413,71 @@ def _binding(context: Context) -> Binding:
     return binding
 
 
-def _fits(got: tuple[int, ...], due: tuple[Extent, ...]) -> bool:
-    return len(got) == len(due) and all(want is None or want == have for have, want in zip(got, due, strict=True))
+def _differs(context: Context, tensor: ExpectedTensor) -> bool:
+    """Whether `tensor` is stored and is not the tensor that it is tied to."""
+    draft = context.draft
+    if tensor.same_as is None:
+        return False
+    own, other = draft.header(tensor.name), draft.header(tensor.same_as)
+    if own is None or other is None:
+        return False
+    if own.shape != other.shape:
+        return True
+    import torch
+
+    return not torch.equal(draft.tensor(tensor.name), draft.tensor(tensor.same_as).to(draft.tensor(tensor.name).dtype))
+
+
+def _quantised_dtypes(context: Context, storage: Storage) -> Iterator[Finding]:
+    """Weights that are no numbers by themselves: without the factors that make them so, or without a word on how they are stored."""
+    binding = _binding(context)
+    headers = {name: context.draft.checkpoint.tensors[binding.stored[name]] for name in storage.forms}
+    absent = {tensor.name for tensor in binding.missing}
+
+    def known(name: str, form: StoredForm) -> bool:
+        """Whether the family's own sheet calls for the form, or another check answers for the scales that are absent beside it."""
+        tensor = binding.expected[name]
+        if form.kind == "scaled" and tensor.kind == "int":
+            return True
+        return tensor.dtype == headers[name].dtype or f"{name.removesuffix('weight')}scale" in absent
+
+    # A packed weight's name says more than the one it stands for; inside a target its layer's number is not the draft's.
+    odd = {
+        headers[name].name if form.holder != name or context.spec.packaging == "embedded" else name: (
+            form,
+            headers[name],
+        )
+        for name, form in storage.forms.items()
+        if form.kind != "plain" and not known(name, form)
+    }
+    bare = {name: header for name, (form, header) in odd.items() if form.kind == "unscaled"}
+    if bare:
+        first, header = next(iter(bare.items()))
+        yield context.fail(
+            f"{first} is stored as {header.dtype if header.is_float else 'integers'} without a scale"
+            + (f"; {len(bare) - 1} more weights are" if len(bare) > 1 else ""),
+            where=first,
+            got={name: header.dtype for name, header in list(bare.items())[:12]},
+            due=f"{first}_scale or {first}_scale_inv beside it, or bfloat16 or float16",
+            fix="export the scales with the weights; without its scale a narrow weight is off by that factor",
+        )
+    told = {name: header.dtype for name, (_, header) in odd.items() if name not in bare}
+    if told and storage.scheme.method is None:
+        first = next(iter(told))
+        yield context.fail(
+            f"{first} is stored quantised and config.json has no quantization_config"
+            + (f"; {len(told) - 1} more weights are" if len(told) > 1 else ""),
+            where=first,
+            got=dict(list(told.items())[:12]),
+            due="a quantization_config that says how to read them",
+            fix="copy the quantiser's section into config.json",
+        )
+
+
+def _fits(got: tuple[Extent, ...], due: tuple[Extent, ...]) -> bool:
+    return len(got) == len(due) and all(
+        None in (have, want) or want == have for have, want in zip(got, due, strict=True)
+    )
 
 
 def _shape(shape: tuple[Extent, ...]) -> str:

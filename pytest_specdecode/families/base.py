@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pytest_specdecode.checkpoint import Checkpoint, TensorHeader
-from pytest_specdecode.errors import LayerBuildError
+from pytest_specdecode.errors import ConfigError, LayerBuildError
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.spec import DraftSpec, Extent, LayerSpec
 
@@ -62,6 +62,7 @@ class ExpectedTensor:
         check: id of the check that reports its absence.
         fault: slug by which the engine models know its absence.
         layer: layer index, or None.
+        same_as: canonical name of the tensor that this one, where it is stored, must equal (tied stages).
         dtype: torch's name of the dtype that it is stored in whatever the draft's own is (float32 routing biases and scales), or None.
     """
 
@@ -74,6 +75,7 @@ class ExpectedTensor:
     fault: str = "tensor-missing"
     layer: int | None = None
     dtype: str | None = None
+    same_as: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,21 @@ class Family(ABC):
         """
         raise LayerBuildError(f"{self.title} drafts have no head beyond lm_head")
 
+    def run_head(self, spec: DraftSpec, head: Any, states: torch.Tensor) -> Any:
+        """What `head`, as `build_head` gave it, makes of `states` [rows, H] behind the last norm; None where nothing is to be run.
+
+        `states` has as many rows as a block, four where the draft has none.
+        """
+        return None
+
+    def faults(self, spec: DraftSpec) -> tuple[ConfigError, ...]:
+        """Options of the family's own that `spec` lacks or that cannot be, each with its key; general values have checks of their own."""
+        return ()
+
+    def no_layers_reason(self, spec: DraftSpec) -> str | None:
+        """Why the draft that is `spec` has no layers here although its configuration is complete; None where it should have some."""
+        return None
+
     def fused_kv_reason(self, spec: DraftSpec) -> str | None:
         """Why the draft that is `spec` has no stacked K/V path in any engine, or None where it has one."""
         return self.fused_kv
@@ -173,6 +190,13 @@ class Family(ABC):
         """The canonical name of a tensor that is stored as `name`; `root` is the configuration, for names that count layers."""
         return name
 
+    def stored_name(self, name: str, root: Section, spec: DraftSpec) -> str:
+        """The name by which the tensor with the canonical name `name` is written: one that `canonical` turns into `name`.
+
+        Canonical names are such names themselves, except where a draft lies inside its target.
+        """
+        return name
+
     def layer_index(self, name: str) -> int | None:
         """The layer, or head, that the tensor with the canonical name `name` belongs to; None for the draft's own."""
         match = re.match(r"layers\.(\d{1,6})\.", name)
@@ -181,6 +205,17 @@ class Family(ABC):
     def owns(self, name: str, root: Section) -> bool:
         """Whether the tensor stored as `name` is the draft's; False for the target's in a checkpoint that holds both."""
         return True
+
+
+def unstated(**values: object) -> list[ConfigError]:
+    """A fault for each key whose value is None, for `Family.faults`; two underscores in a key stand for a dot."""
+    return [
+        ConfigError(
+            f"{key.rpartition('__')[2]} is not stated", key=key.replace("__", "."), due="a positive whole number"
+        )
+        for key, value in values.items()
+        if value is None
+    ]
 
 
 def open_view(checkpoint: Checkpoint, family: Family | None = None) -> ConfigView:
@@ -193,7 +228,11 @@ def open_view(checkpoint: Checkpoint, family: Family | None = None) -> ConfigVie
         layer=_layer_section(root, packaged),
         tensors=checkpoint.tensors
         if family is None
-        else {family.canonical(name, root): header for name, header in checkpoint.tensors.items()},
+        else {
+            # What is the draft's comes last: a target's layer may go by the canonical name of one of the draft's.
+            family.canonical(name, root): checkpoint.tensors[name]
+            for name in sorted(checkpoint.tensors, key=lambda name: family.owns(name, root))
+        },
     )
 
 

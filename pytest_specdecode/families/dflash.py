@@ -29,6 +29,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pytest_specdecode.errors import NoReferenceError
 from pytest_specdecode.families.base import (
     ConfigView,
     ExpectedTensor,
@@ -61,6 +62,7 @@ _NOT_PLAIN = (
 )
 #: Keys in `dflash_config` that only a relative's file states.
 _NOT_PLAIN_KEYS = ("conv_kernel_size", "selector_rank", "gru_hidden_dim", "markov_rank")
+_SINK = "attention_sink_bias"
 _MUSE = "muse_glimmer_assistant"
 
 
@@ -244,6 +246,7 @@ class DFlash(Family):
             assert isinstance(layer.attention, GQASpec)
             yield norm(f"{prefix}.input_layernorm", hidden, layer.index)
             yield from gqa_tensors(layer, layer.attention)
+            yield _sink(layer, layer.attention)
             yield norm(f"{prefix}.post_attention_layernorm", hidden, layer.index)
             yield from mlp_tensors(layer, hidden)
             yield from self._layer_tensors(spec, layer)
@@ -285,6 +288,7 @@ class DFlash(Family):
                 value_scale=_number(view, "attention_value_scale", 1.0),
                 fused_qkv=stores_fused_qkv(view, index, default=laguna),
                 output_gate=_output_gate(view, index) if laguna else None,
+                sink=_flag(view, "attention_sink_bias"),
             ),
             intermediate_size=view.layer.extent("intermediate_size"),
             hidden_act=view.layer.text("hidden_act") or "silu",
@@ -308,6 +312,8 @@ class DFlashLayer(ReferenceLayer):
         from pytest_specdecode.families.building import build_attention, build_mlp, build_norm
 
         prefix = f"layers.{layer.index}"
+        if getattr(layer.attention, "sink", None) or source.under(f"{prefix}.self_attn.{_SINK}"):
+            raise NoReferenceError("there is no reference forward for attention with a learned sink")
         self.is_causal = bool(layer.is_causal)
         self.window_reading = layer.window_reading or "row"
         self.norms_context = spec.block is not None and spec.block.variant == "laguna"
@@ -567,6 +573,27 @@ def _number(view: ConfigView, key: str, default: float) -> float:
         if value is not None:
             return value
     return default
+
+
+def _flag(view: ConfigView, key: str) -> bool | None:
+    """`key` from `dflash_config`, else from where the layers' fields stand."""
+    stated = view.root.section("dflash_config").flag(key)
+    return view.layer.flag(key) if stated is None else stated
+
+
+def _sink(layer: LayerSpec, attention: GQASpec) -> ExpectedTensor:
+    """A logit per head (MiMo): there exactly where the flag says, and allowed where there is no flag."""
+    return ExpectedTensor(
+        name=f"layers.{layer.index}.self_attn.{_SINK}",
+        shape=(attention.num_heads,),
+        need="optional" if attention.sink is None else "required" if attention.sink else "never",
+        reason=f"`{_SINK}` is not stated"
+        if attention.sink is None
+        else ""
+        if attention.sink
+        else f"`{_SINK}` is false",
+        layer=layer.index,
+    )
 
 
 def _is_laguna(view: ConfigView) -> bool:

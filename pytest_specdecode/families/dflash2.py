@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_specdecode.errors import LayerBuildError
-from pytest_specdecode.families.base import ConfigView, ExpectedTensor, ReferenceLayer, TensorSource
+from pytest_specdecode.errors import ConfigError, LayerBuildError
+from pytest_specdecode.families.base import ConfigView, ExpectedTensor, ReferenceLayer, TensorSource, unstated
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.dflash import DFlash, DFlashLayer
 from pytest_specdecode.spec import DraftSpec, Extent, LayerSpec, times
@@ -84,8 +84,32 @@ class DFlash2(DFlash):
             "rank": known(options.selector_rank, "selector_rank"),
             "top_k": known(options.selector_top_k, "selector_top_k"),
         }
+        if (fault := _top_k_fault(spec)) is not None:
+            raise LayerBuildError(fault.message, key=fault.key, got=fault.got, due=fault.due)
         with prefixed("candidate_selector"):
             return CandidateSelector(source.under("candidate_selector"), **sizes)
+
+    def run_head(self, spec: DraftSpec, head: Any, states: torch.Tensor) -> Any:
+        """The ids chosen for rows whose logits are all alike."""
+        return head(states.new_zeros(len(states), len(head.successor_codebook)), states, states.new_zeros(()).long())
+
+    def faults(self, spec: DraftSpec) -> tuple[ConfigError, ...]:
+        """All four keys must be stated (a lenient reader takes a file without them for DFlash), and groups must divide H."""
+        options, hidden = _options(spec), spec.hidden_size
+        found = unstated(**{f"dflash_config__{key}": getattr(options, key) for key in self.own_keys})
+        group = options.conv_group_size
+        if hidden is not None and group is not None and (group < 1 or hidden % group):
+            found.append(
+                ConfigError(
+                    f"{group} channels to a group do not divide hidden_size {hidden}",
+                    key="dflash_config.conv_group_size",
+                    got=group,
+                    due=f"a divisor of {hidden}",
+                )
+            )
+        if (fault := _top_k_fault(spec)) is not None:
+            found.append(fault)
+        return tuple(found)
 
     def canonical(self, name: str, root: Section | None = None) -> str:
         """DFlash's aliases, and the codebooks without `.weight`."""
@@ -160,6 +184,14 @@ def _convolution(spec: DraftSpec, layer: LayerSpec, source: TensorSource, name: 
     }
     with prefixed(prefix):
         return GroupedDynamicConv(source.under(prefix), **sizes)
+
+
+def _top_k_fault(spec: DraftSpec) -> ConfigError | None:
+    top_k, vocab = _options(spec).selector_top_k, spec.vocabulary.vocab_size
+    if top_k is None or vocab is None or 0 < top_k <= vocab:
+        return None
+    due = f"from 1 to {vocab}"
+    return ConfigError(f"{top_k} candidates of {vocab} tokens", key="dflash_config.selector_top_k", got=top_k, due=due)
 
 
 def _options(spec: DraftSpec) -> DFlash2Options:

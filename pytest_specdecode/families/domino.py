@@ -15,12 +15,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pytest_specdecode.errors import LayerBuildError
-from pytest_specdecode.families.base import ConfigView, ExpectedTensor, TensorSource
+from pytest_specdecode.errors import ConfigError, LayerBuildError
+from pytest_specdecode.families.base import ConfigView, ExpectedTensor, TensorSource, unstated
 from pytest_specdecode.families.dflash import DFlash
 from pytest_specdecode.spec import DraftSpec, Extent, plus, times
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,18 @@ class Domino(DFlash):
                 shift_label=options.shift_label,
                 pure_draft_prefix_len=options.pure_draft_prefix_len,
             )
+
+    def run_head(self, spec: DraftSpec, head: Any, states: torch.Tensor) -> Any:
+        """The corrected logits of a block whose embeddings are its states."""
+        rows = head.up.weight.shape[0]
+        return head(states.new_zeros(*states.shape[:-1], rows), states, states)
+
+    def faults(self, spec: DraftSpec) -> tuple[ConfigError, ...]:
+        """Both widths must be stated."""
+        options = _options(spec)
+        return tuple(
+            unstated(dflash_config__emb_dim=options.emb_dim, dflash_config__gru_hidden_dim=options.gru_hidden_dim)
+        )
 
     def _options(self, view: ConfigView) -> DominoOptions:
         nested = view.root.section("dflash_config")

@@ -7,6 +7,7 @@ imported and weights are read.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from pytest_specdecode.checkpoint import CONFIG_NAME, Checkpoint, TensorHeader
 from pytest_specdecode.errors import CheckpointError, ConfigError, LayerBuildError, printable
 from pytest_specdecode.families.base import ExpectedTensor, Family, ReferenceLayer, TensorSource, open_view
+from pytest_specdecode.families.quantised import Storage, read_scheme, read_storage
 from pytest_specdecode.families.recognise import Recognition
-from pytest_specdecode.spec import DraftSpec
+from pytest_specdecode.spec import DraftSpec, Extent
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +32,12 @@ class Binding:
     """Which stored tensor stands for which expected one.
 
     Attributes:
-        stored: name on disk, by canonical name.
+        stored: name on disk, by canonical name; a weight that is packed under another name goes by its own.
         twice: names on disk that stand for an already bound canonical name, as (name, canonical name).
         expected: what the spec calls for, by canonical name.
         unexpected: stored tensors that no expected tensor accounts for, by name on disk.
         missing: required tensors that are not stored.
+        storage: in which form each weight is stored.
     """
 
     stored: Mapping[str, str]
@@ -42,6 +45,7 @@ class Binding:
     expected: Mapping[str, ExpectedTensor]
     unexpected: tuple[str, ...]
     missing: tuple[ExpectedTensor, ...]
+    storage: Storage
 
 
 class Draft:
@@ -94,6 +98,28 @@ class Draft:
         if self.binding is None or name not in self.binding.stored:
             return None
         return self.checkpoint.tensors[self.binding.stored[name]]
+
+    def shape(self, name: str) -> tuple[Extent, ...] | None:
+        """Shape of the tensor with the canonical name `name`, or None; of a packed weight the plain matrix's, so far as it is known."""
+        if (header := self.header(name)) is None or self.binding is None:
+            return None
+        form = self.binding.storage.forms.get(name)
+        return header.shape if form is None else form.shape
+
+    def stored_name(self, name: str) -> str:
+        """The name on disk of the tensor with the canonical name `name`; the one it would have where it is not stored."""
+        if self.binding is not None and name in self.binding.stored:
+            return self.binding.stored[name]
+        if self.family is None or self.spec is None:
+            return name
+        root = open_view(self.checkpoint).root
+        due = self.family.stored_name(name, root, self.spec)
+        # Targets nest their names differently; what lies beside it in the file says how this one does.
+        for canonical, stored in self.binding.stored.items() if self.binding is not None else ():
+            written = self.family.stored_name(canonical, root, self.spec)
+            if due != name and _unnested(stored) == _unnested(written):
+                return stored.removesuffix(_unnested(stored)) + _unnested(due)
+        return due
 
     def tensor(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """The tensor with the canonical name `name`, in the stored dtype.
@@ -255,15 +281,31 @@ def _bind(checkpoint: Checkpoint, family: Family, spec: DraftSpec) -> Binding:
             twice.append((name, canonical))
         else:
             stored[canonical] = name
+    # Ids are integers for good; a matrix that a family itself expects packed still has a plain shape.
+    weights = {name: tensor for name, tensor in expected.items() if tensor.kind == "float" or name.endswith(".weight")}
+    headers = {canonical: checkpoint.tensors[name] for canonical, name in stored.items()}
+    storage = read_storage(read_scheme(checkpoint), headers, weights)
+    for weight, form in storage.forms.items():
+        if form.holder != weight:
+            stored[weight] = stored.pop(form.holder)
+    # What lies beside a weight is read only where the configuration says that weights are quantised.
+    beside = storage.companions if storage.scheme.method is not None else frozenset()
     return Binding(
         stored=stored,
         twice=tuple(twice),
         expected=expected,
-        unexpected=tuple(name for canonical, name in stored.items() if canonical not in expected),
+        unexpected=tuple(
+            name for canonical, name in stored.items() if canonical not in expected and canonical not in beside
+        ),
         missing=tuple(
             tensor for tensor in expected.values() if tensor.need == "required" and tensor.name not in stored
         ),
+        storage=storage,
     )
+
+
+def _unnested(name: str) -> str:
+    return re.sub(r"^((model|language_model)\.)+", "", name)
 
 
 def _count(number: int, noun: str) -> str:

@@ -35,13 +35,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from pytest_specdecode.errors import ConfigError
 from pytest_specdecode.families.base import ConfigView, ExpectedTensor, ReferenceLayer, Signal, TensorSource
-from pytest_specdecode.families.common import read_dtype, read_vocabulary
+from pytest_specdecode.families.common import held_layers, read_dtype, read_eps, read_mla, read_vocabulary
 from pytest_specdecode.families.config import MAX_LAYERS, Section
+from pytest_specdecode.families.deepseek_v4 import StageSpec, head_streams, read_stage, stage_tensors
 from pytest_specdecode.families.dflash import DFlash
-from pytest_specdecode.families.eagle3 import mla_tensors
 from pytest_specdecode.families.rope import read_rope
-from pytest_specdecode.families.tensors import embedding, gqa_tensors, mlp_tensors, norm, vocabulary_tensors
+from pytest_specdecode.families.tensors import (
+    embedding,
+    gqa_tensors,
+    mla_tensors,
+    mlp_tensors,
+    norm,
+    vocabulary_tensors,
+)
 from pytest_specdecode.spec import (
     BlockSpec,
     DraftSpec,
@@ -55,6 +63,8 @@ from pytest_specdecode.spec import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from pytest_specdecode.families.dspark_heads import DSparkHead, DSparkModel
 
 Backbone = Literal["qwen3", "gemma4", "mla", "deepseek-v4"]
@@ -86,7 +96,11 @@ _STAGE_ALIASES = {
     "confidence_head.": "confidence_head.",
     "hc_head_": "hc_head.",
 }
+_STAGE_NAMES = {new: old for old, new in reversed(_STAGE_ALIASES.items())}
+_OPENING = ("fc.", "hidden_norm.", "embed_tokens.")
 _MARKOV_KINDS: dict[str, MarkovKind] = {"vanilla": "vanilla", "gated": "gated", "rnn": "rnn"}
+#: What closes the draft, and lies in its last stage.
+_CLOSING = ("norm.", "hc_head.", "markov_head.", "confidence_head.", "lm_head.")
 _STAGE = re.compile(r"mtp\.(\d{1,4})\.(.+)")
 
 
@@ -96,6 +110,7 @@ class DSparkOptions:
 
     Attributes:
         backbone: whose layers they are.
+        rank_stated: whether the file states r, and not only the weights.
         markov_rank: r; 0 for no Markov head, None where neither the file nor the weights say.
         markov_head_type: `vanilla` where the file does not say, as every reader takes it; None for a word that is not known.
         confidence_head: whether there is one; None where the file does not say.
@@ -105,13 +120,13 @@ class DSparkOptions:
         norm_kind: of the norms outside the layers.
         fc_norm: one norm per tap before the concatenation.
         attention_sink: a learned logit per head that takes part in every softmax.
-        v4: extents that only DeepSeek-V4 stages have, by configuration key.
-        packed_experts: the experts' matrices are stored two four-bit numbers a byte.
+        stage: sizes of a DeepSeek-V4 stage, where the draft is built of such.
         packed: stems of matrices that MLX packed, with the bits of a number and the numbers that share a scale.
     """
 
     backbone: Backbone = "qwen3"
     markov_rank: Extent = None
+    rank_stated: bool = True
     markov_head_type: MarkovKind | None = "vanilla"
     confidence_head: bool | None = None
     confidence_with_markov: bool = True
@@ -120,8 +135,7 @@ class DSparkOptions:
     norm_kind: Literal["rms", "gemma"] = "rms"
     fc_norm: bool = False
     attention_sink: bool = False
-    v4: Mapping[str, Extent] | None = None
-    packed_experts: bool = False
+    stage: StageSpec | None = None
     packed: tuple[str, ...] = ()
     packed_bits: Extent = None
     packed_group: Extent = None
@@ -223,6 +237,26 @@ class DSpark(DFlash):
 
         return DSparkHead(spec, source)
 
+    def run_head(self, spec: DraftSpec, head: DSparkHead, states: torch.Tensor) -> Any:
+        """A block's logits and confidences behind token 0; where the target's head serves, one of zeros stands in for it."""
+        lm_head = (
+            None if head.lm_head is not None else states.new_zeros(spec.vocabulary.head_rows or 0, states.shape[-1])
+        )
+        return head.block_logits(states, states.new_zeros(len(states)).long(), lm_head)
+
+    def faults(self, spec: DraftSpec) -> tuple[ConfigError, ...]:
+        """The Markov head's rank must be stated, and its kind be one that is known."""
+        options = _options(spec)
+        found = []
+        if not options.rank_stated:
+            found.append(
+                ConfigError("markov_rank is not stated", key="markov_rank", due=options.markov_rank or "a whole number")
+            )
+        if options.markov_head_type is None:
+            message = "markov_head_type is no kind of Markov head that is known"
+            found.append(ConfigError(message, key="markov_head_type", due=list(_MARKOV_KINDS)))
+        return tuple(found)
+
     def fused_kv_reason(self, spec: DraftSpec) -> str | None:
         """Why there is no stack: shared K and V, latent attention, interleaved rotation or packed weights."""
         options = _options(spec)
@@ -261,6 +295,18 @@ class DSpark(DFlash):
         name = super().canonical(name)
         return _renamed(name, _ALIASES) or name
 
+    def stored_name(self, name: str, root: Section, spec: DraftSpec) -> str:
+        """Inside a target the stage that holds it: the first what reads the taps, the last what closes the draft."""
+        if spec.packaging != "embedded":
+            return name
+        if match := re.fullmatch(r"layers\.(.+)", name):
+            return f"mtp.{match[1]}"
+        for new, old in _STAGE_NAMES.items():
+            if name.startswith(new):
+                last = 0 if new in _OPENING else max(len(spec.layers) - 1, 0)
+                return f"mtp.{last}.{old}{name.removeprefix(new)}"
+        return name
+
     def owns(self, name: str, root: Section) -> bool:
         """Inside a target only the stages' tensors."""
         return not is_embedded(root) or _STAGE.fullmatch(name.removeprefix("model.")) is not None
@@ -286,7 +332,7 @@ class DSpark(DFlash):
         layer, backbone, native = super()._layer(view, index), _backbone(view), _is_native_fork(view)
         assert isinstance(layer.attention, GQASpec)
         attention = (
-            _latent(view)
+            read_mla(view, in_features=view.layer.extent("hidden_size"))
             if backbone == "mla"
             else _gemma(view, layer.attention, index, layer.layer_type)
             if backbone == "gemma4"
@@ -375,24 +421,6 @@ def _gemma(view: ConfigView, attention: GQASpec, index: int, layer_type: str) ->
     )
 
 
-def _latent(view: ConfigView) -> MLASpec:
-    hidden, rope_dim = view.layer.extent("hidden_size"), view.layer.extent("qk_rope_head_dim")
-    rope = read_rope(view.layer, head_dim=rope_dim, is_neox_style=False)
-    if rope.rope_type == "yarn":
-        rope = replace(rope, rope_type="deepseek_yarn")
-    return MLASpec(
-        num_heads=view.layer.extent("num_attention_heads"),
-        q_lora_rank=view.layer.extent("q_lora_rank"),
-        kv_lora_rank=view.layer.extent("kv_lora_rank"),
-        qk_nope_head_dim=view.layer.extent("qk_nope_head_dim"),
-        qk_rope_head_dim=rope_dim,
-        v_head_dim=view.layer.extent("v_head_dim"),
-        in_features=hidden,
-        out_features=hidden,
-        rope=rope,
-    )
-
-
 def _sample_from_anchor(view: ConfigView) -> bool | None:
     """As stated, else from the number of tokens that the file says a block proposes."""
     stated = view.root.flag("sample_from_anchor")
@@ -414,13 +442,15 @@ def _read_options(view: ConfigView, backbone: Backbone, native: bool) -> DSparkO
     kind = nested.text("markov_head_type") or view.root.text("markov_head_type") or "vanilla"
     enabled = _first_flag(nested.flag("enable_confidence_head"), view.root.flag("enable_confidence_head"))
     with_markov = _first_flag(nested.flag("confidence_head_with_markov"), view.root.flag("confidence_head_with_markov"))
-    rank = _first(nested.extent("markov_rank"), view.root.extent("markov_rank"), _rank_of_weights(view))
+    stated_rank = _first(nested.extent("markov_rank"), view.root.extent("markov_rank"))
+    rank = _first(stated_rank, _rank_of_weights(view))
     confidence = view.tensors.get("confidence_head.proj.weight")
     quantisation = view.root.section("quantization") if isinstance(view.root.raw("quantization"), Mapping) else None
     deepspec = view.packaging == "plain" and backbone != "mla" and nested.ids("target_layer_ids") is None
     return DSparkOptions(
         backbone=backbone,
         markov_rank=rank,
+        rank_stated=stated_rank is not None,
         markov_head_type=_MARKOV_KINDS.get(kind.lower()),
         confidence_head=enabled if enabled is not None or confidence is None else True,
         confidence_with_markov=with_markov is not False and rank != 0,
@@ -470,7 +500,8 @@ def _parse_embedded(view: ConfigView) -> DraftSpec:
         hidden_size=hidden,
         target_hidden_size=hidden,
         num_hidden_layers=stages,
-        layers=tuple(_stage(place, index) for index in range(stages or 0)),
+        layer_key=place.path("dspark_target_layer_ids" if place.raw("compress_ratios") is None else "compress_ratios"),
+        layers=tuple(_stage(view, place, index) for index in range(stages or 0)),
         vocabulary=read_vocabulary(view),
         taps=TapsSpec(
             ids=ids,
@@ -480,7 +511,7 @@ def _parse_embedded(view: ConfigView) -> DraftSpec:
             num_target_layers=place.layers(),
         ),
         dtype=read_dtype(view),
-        norm_eps=_eps(place),
+        norm_eps=read_eps(view, place),
         block=BlockSpec(
             block_size=place.extent("dspark_block_size"),
             block_size_stated=place.stated("dspark_block_size"),
@@ -495,31 +526,31 @@ def _parse_embedded(view: ConfigView) -> DraftSpec:
             markov_rank=rank,
             confidence_head=True,
             confidence_bias=False,
-            v4={key: place.extent(key) for key in _V4_EXTENTS},
-            packed_experts=any(
-                re.fullmatch(r"layers\.\d+\.ffn\.experts\.\d+\.w1\.weight", name) and not header.is_float
-                for name, header in view.tensors.items()
+            stage=read_stage(
+                place,
+                packed_experts=any(
+                    re.fullmatch(r"layers\.\d+\.ffn\.experts\.\d+\.w1\.weight", name) and not header.is_float
+                    for name, header in view.tensors.items()
+                ),
             ),
         ),
     )
 
 
-_V4_EXTENTS = (
-    "q_lora_rank",
-    "o_lora_rank",
-    "o_groups",
-    "n_routed_experts",
-    "moe_intermediate_size",
-    "hc_mult",
-)
-
-
 def _stages(view: ConfigView, place: Section) -> Extent:
-    """Stages in the weights, else what `compress_ratios` has beyond the target's layers, else one for each tap."""
-    matches = (re.match(r"layers\.(\d{1,4})\.", name) for name in view.tensors)
-    held = {index for match in matches if match and (index := int(match[1])) < MAX_LAYERS}
-    if held:
-        return max(held) + 1
+    """Stages in the weights, else what the configuration states.
+
+    What closes the draft lies in its last stage. Where the weights hold none of it, their last stage is not the draft's, and a higher
+    number that is stated is believed.
+    """
+    held, stated = held_layers(view), _stated_stages(place)
+    if held and any(name.startswith(_CLOSING) for name in view.tensors):
+        return held
+    return max(held, stated or 0) or None
+
+
+def _stated_stages(place: Section) -> Extent:
+    """What `compress_ratios` has beyond the target's layers, else one stage for each tap."""
     ratios, depth = place.raw("compress_ratios"), place.layers()
     if isinstance(ratios, list) and depth is not None and 0 < len(ratios) - depth <= MAX_LAYERS:
         return len(ratios) - depth
@@ -527,12 +558,7 @@ def _stages(view: ConfigView, place: Section) -> Extent:
     return min(len(ids), MAX_LAYERS) if ids else None
 
 
-def _eps(place: Section) -> float:
-    eps = place.number("rms_norm_eps")
-    return 1e-6 if eps is None else eps
-
-
-def _stage(place: Section, index: int) -> LayerSpec:
+def _stage(view: ConfigView, place: Section, index: int) -> LayerSpec:
     hidden, head_dim = place.extent("hidden_size"), place.extent("head_dim")
     rope = read_rope(place, head_dim=place.extent("qk_rope_head_dim"), is_neox_style=False)
     return LayerSpec(
@@ -548,7 +574,7 @@ def _stage(place: Section, index: int) -> LayerSpec:
             k_eq_v=True,
         ),
         intermediate_size=place.extent("moe_intermediate_size"),
-        norm_eps=_eps(place),
+        norm_eps=read_eps(view, place),
         layer_type="sliding_attention",
         is_causal=False,
         window_reading="row",
@@ -629,73 +655,28 @@ def head_tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
 def _v4_tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
     """Stages of DeepSeek-V4; every quantised matrix may have its scales beside it."""
     options, hidden = _options(spec), spec.hidden_size
-    yield from _scaled("fc.weight", (hidden, times(spec.taps.count, hidden)), None, fault="fc-missing")
+    fc = ExpectedTensor(name="fc.weight", shape=(hidden, times(spec.taps.count, hidden)), fault="fc-missing")
+    yield fc
+    yield from _v4_scales(fc, False)
     yield norm("hidden_norm", hidden)
+    stage = options.stage
+    assert stage is not None
     for layer in spec.layers:
-        yield from _v4_stage(layer, options, hidden)
+        yield from stage_tensors(layer, stage, hidden=hidden, inner=layer.intermediate_size, scales=_v4_scales)
     yield norm("norm", hidden)
-    mult = (options.v4 or {}).get("hc_mult")
-    for name, shape in (("fn", (mult, times(mult, hidden))), ("base", (mult,)), ("scale", (1,))):
-        yield ExpectedTensor(name=f"hc_head.{name}", shape=shape)
+    yield from head_streams(stage, hidden, "hc_head.", None)
     yield from head_tensors(spec)
     yield from vocabulary_tensors(spec, own_head=False)
     yield embedding(spec)
 
 
-def _v4_stage(layer: LayerSpec, options: DSparkOptions, hidden: Extent) -> Iterator[ExpectedTensor]:
-    prefix, index = f"layers.{layer.index}", layer.index
-    v4 = options.v4 or {}
-    attention = layer.attention
-    assert isinstance(attention, GQASpec)
-    heads, head_dim = attention.num_heads, attention.head_dim
-    rank, groups = v4.get("q_lora_rank"), v4.get("o_groups")
-    grouped = times(groups, v4.get("o_lora_rank"))
-    all_heads = times(heads, head_dim)
-    per_group = None if all_heads is None or not groups else all_heads // groups
-    for name, shape in (
-        ("wq_a", (rank, hidden)),
-        ("wq_b", (all_heads, rank)),
-        ("wkv", (head_dim, hidden)),
-        ("wo_a", (grouped, per_group)),
-        ("wo_b", (hidden, grouped)),
-    ):
-        yield from _scaled(f"{prefix}.attn.{name}.weight", shape, index)
-    yield norm(f"{prefix}.attn.q_norm", rank, index)
-    yield norm(f"{prefix}.attn.kv_norm", head_dim, index)
-    yield ExpectedTensor(name=f"{prefix}.attn.attn_sink", shape=(heads,), layer=index)
-    yield norm(f"{prefix}.attn_norm", hidden, index)
-    yield norm(f"{prefix}.ffn_norm", hidden, index)
-    mult = v4.get("hc_mult")
-    mixes = None if mult is None else (2 + mult) * mult
-    for part in ("attn", "ffn"):
-        for name, extents in (("fn", (mixes, times(mult, hidden))), ("base", (mixes,)), ("scale", (3,))):
-            yield ExpectedTensor(name=f"{prefix}.hc_{part}_{name}", shape=extents, layer=index)
-    experts, inner = v4.get("n_routed_experts"), layer.intermediate_size
-    yield ExpectedTensor(name=f"{prefix}.ffn.gate.weight", shape=(experts, hidden), layer=index)
-    yield ExpectedTensor(name=f"{prefix}.ffn.gate.bias", shape=(experts,), layer=index)
-    shared = [(f"{prefix}.ffn.shared_experts", False)]
-    routed = [(f"{prefix}.ffn.experts.{expert}", options.packed_experts) for expert in range(min(experts or 0, 4096))]
-    for place, packed in shared + routed:
-        for name, rows, columns in (("w1", inner, hidden), ("w2", hidden, inner), ("w3", inner, hidden)):
-            width = columns // 2 if packed and columns is not None else columns
-            yield from _scaled(f"{place}.{name}.weight", (rows, width), index, kind="int" if packed else "float")
-
-
-def _scaled(
-    name: str,
-    shape: tuple[Extent, ...],
-    layer: int | None,
-    *,
-    kind: Literal["float", "int"] = "float",
-    fault: str = "tensor-missing",
-) -> Iterator[ExpectedTensor]:
-    yield ExpectedTensor(name=name, shape=shape, kind=kind, layer=layer, fault=fault)
+def _v4_scales(matrix: ExpectedTensor, packed: bool) -> Iterator[ExpectedTensor]:
     yield ExpectedTensor(
-        name=f"{name.removesuffix('weight')}scale",
+        name=f"{matrix.name.removesuffix('weight')}scale",
         shape=(None, None),
         need="optional",
         reason="the scales of a matrix that is stored in eight or four bits",
-        layer=layer,
+        layer=matrix.layer,
     )
 
 

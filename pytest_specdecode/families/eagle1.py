@@ -32,11 +32,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
-from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, stores_fused_qkv
-from pytest_specdecode.families.config import MAX_LAYERS, Section
-from pytest_specdecode.families.eagle3 import mla_tensors
+from pytest_specdecode.families.common import (
+    held_layers,
+    read_dtype,
+    read_eps,
+    read_head_dim,
+    read_mla,
+    stores_fused_qkv,
+)
+from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.rope import read_rope
-from pytest_specdecode.families.tensors import bias, gqa_tensors, mlp_tensors, norm
+from pytest_specdecode.families.tensors import bias, gqa_tensors, mla_tensors, mlp_tensors, norm
 from pytest_specdecode.spec import (
     DraftSpec,
     Extent,
@@ -448,7 +454,8 @@ def _or_one(value: float | None) -> float:
 def _attention(view: ConfigView, variant: Variant, index: int) -> GQASpec | MLASpec:
     hidden = view.layer.extent("hidden_size")
     if variant == "mistral-large-3":
-        return _latent_attention(view, hidden)
+        latent = read_mla(view, in_features=hidden)
+        return replace(latent, rope=_with_theta(latent.rope))
     head_dim = read_head_dim(view)
     every = bool(view.layer.flag("attention_bias"))
     stated = view.layer.flag("qkv_bias", "attention_bias")
@@ -465,22 +472,6 @@ def _attention(view: ConfigView, variant: Variant, index: int) -> GQASpec | MLAS
         qkv_bias=bool(qkv),
         o_bias=every,
         fused_qkv=stores_fused_qkv(view, index),
-    )
-
-
-def _latent_attention(view: ConfigView, hidden: Extent) -> MLASpec:
-    rope_dim = view.layer.extent("qk_rope_head_dim")
-    rope = read_rope(view.layer, head_dim=rope_dim, is_neox_style=False)
-    return MLASpec(
-        num_heads=view.layer.extent("num_attention_heads"),
-        q_lora_rank=view.layer.extent("q_lora_rank"),
-        kv_lora_rank=view.layer.extent("kv_lora_rank"),
-        qk_nope_head_dim=view.layer.extent("qk_nope_head_dim"),
-        qk_rope_head_dim=rope_dim,
-        v_head_dim=view.layer.extent("v_head_dim"),
-        in_features=hidden,
-        out_features=hidden,
-        rope=_with_theta(replace(rope, rope_type="deepseek_yarn") if rope.rope_type == "yarn" else rope),
     )
 
 
@@ -501,9 +492,7 @@ def _vocabulary(view: ConfigView) -> VocabularySpec:
 
 
 def _layers_built(view: ConfigView, stated: Extent) -> int:
-    matches = (re.match(r"layers\.(\d{1,4})\.", name) for name in view.tensors)
-    held = {index for match in matches if match and (index := int(match[1])) < MAX_LAYERS}
-    return max(held) + 1 if held else (stated or 1)
+    return held_layers(view) or stated or 1
 
 
 def _tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:

@@ -31,13 +31,21 @@ from pytest_specdecode.families.base import (
     Signal,
     TensorSource,
 )
-from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, read_vocabulary, stores_fused_qkv
-from pytest_specdecode.families.config import MAX_LAYERS, Section
+from pytest_specdecode.families.common import (
+    held_layers,
+    read_dtype,
+    read_eps,
+    read_head_dim,
+    read_vocabulary,
+    stores_fused_qkv,
+)
+from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.families.tensors import (
     bias,
     embedding,
     gqa_tensors,
+    mla_tensors,
     mlp_tensors,
     norm,
     vocabulary_tensors,
@@ -45,7 +53,6 @@ from pytest_specdecode.families.tensors import (
 from pytest_specdecode.spec import (
     DraftSpec,
     Eagle3Flags,
-    Extent,
     GQASpec,
     LayerSpec,
     MLASpec,
@@ -488,34 +495,9 @@ def eagle3_tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
     yield embedding(spec, required=None not in (hidden, target_hidden) and hidden != target_hidden)
 
 
-def mla_tensors(layer: LayerSpec, attention: MLASpec) -> Iterator[ExpectedTensor]:
-    """DeepSeek's latent attention, its down projections `in_features` wide."""
-    prefix = f"layers.{layer.index}.self_attn"
-    latent, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
-    value = attention.v_head_dim
-    nope_and_value = None if attention.qk_nope_head_dim is None or value is None else attention.qk_nope_head_dim + value
-    shapes: dict[str, tuple[Extent, ...]] = {
-        "q_a_proj": (attention.q_lora_rank, attention.in_features),
-        "q_a_layernorm": (attention.q_lora_rank,),
-        "q_b_proj": (times(attention.num_heads, attention.qk_head_dim), attention.q_lora_rank),
-        "kv_a_proj_with_mqa": (None if latent is None or rope is None else latent + rope, attention.in_features),
-        "kv_a_layernorm": (latent,),
-        "kv_b_proj": (times(attention.num_heads, nope_and_value), latent),
-        "o_proj": (attention.out_features, times(attention.num_heads, value)),
-    }
-    for name, shape in shapes.items():
-        yield ExpectedTensor(name=f"{prefix}.{name}.weight", shape=shape, layer=layer.index)
-    for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"):
-        yield bias(f"{prefix}.{name}.bias", shapes[name][0], False, layer.index)
-
-
 def _layers_built(view: ConfigView, stated: int | None) -> int:
     """Layers whose tensors are due: as stated, but one where the file shows one (training classes build one `midlayer`)."""
-    matches = (re.match(r"layers\.(\d{1,4})\.", name) for name in view.tensors)
-    held = {index for match in matches if match and (index := int(match[1])) < MAX_LAYERS}
-    if held:
-        return max(held) + 1
-    return stated or 1
+    return held_layers(view) or stated or 1
 
 
 def _flags(view: ConfigView) -> Eagle3Flags:

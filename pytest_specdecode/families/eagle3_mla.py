@@ -9,10 +9,10 @@ Sources: SGLang `srt/models/kimi_k25_eagle3.py`, vLLM `deepseek_eagle3.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
+from pytest_specdecode.families.common import read_mla
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.eagle3 import (
     Eagle3Head,
@@ -25,7 +25,6 @@ from pytest_specdecode.families.eagle3 import (
     parse_eagle3,
     width_signals,
 )
-from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.spec import DraftSpec, LayerSpec, MLASpec, times
 
 
@@ -104,18 +103,4 @@ class Eagle3MLA(Family):
 
 def _attention(view: ConfigView, index: int) -> MLASpec:
     hidden = view.layer.extent("hidden_size")
-    rope_dim = view.layer.extent("qk_rope_head_dim")
-    rope = read_rope(view.layer, head_dim=rope_dim, is_neox_style=False)
-    if rope.rope_type == "yarn":
-        rope = replace(rope, rope_type="deepseek_yarn")
-    return MLASpec(
-        num_heads=view.layer.extent("num_attention_heads"),
-        q_lora_rank=view.layer.extent("q_lora_rank"),
-        kv_lora_rank=view.layer.extent("kv_lora_rank"),
-        qk_nope_head_dim=view.layer.extent("qk_nope_head_dim"),
-        qk_rope_head_dim=rope_dim,
-        v_head_dim=view.layer.extent("v_head_dim"),
-        in_features=times(2, hidden) if index == 0 else hidden,
-        out_features=hidden,
-        rope=rope,
-    )
+    return read_mla(view, in_features=times(2, hidden) if index == 0 else hidden)

@@ -147,6 +147,11 @@ class Eagle4(Family):
         """What stands around the layer."""
         return Eagle4Head(spec, source)
 
+    def run_head(self, spec: DraftSpec, head: Eagle4Head, states: torch.Tensor) -> Any:
+        """The candidates, where the file holds what finds them."""
+        whole = head.down_proj is not None and head.scores is not None and head.lm_head is not None
+        return head.candidates(states) if whole else None
+
     def canonical(self, name: str, root: Section | None = None) -> str:
         """As EAGLE3, and `fc.linear` for `fc`."""
         name = canonical_eagle3(name)
@@ -198,18 +203,23 @@ class Eagle4Head(Eagle3Head):
     """
 
     def __init__(self, spec: DraftSpec, source: TensorSource) -> None:
+        from pytest_specdecode.errors import LayerBuildError
         from pytest_specdecode.families.building import take_named
         from pytest_specdecode.layers import Linear
         from pytest_specdecode.layers.linear import known
 
         super().__init__(spec, source)
         options = _of(spec)
-        self.num_candidates = known(options.num_candidates, "efficient_lm_head_config.num_candidates")
+        self.num_candidates = options.num_candidates
         self.down_proj: Linear | None = None
         self.scores: Linear | None = None
         if source.under("efficient_lm_head"):
             rank, hidden = known(options.rank, "efficient_lm_head_config.rank"), known(spec.hidden_size, "hidden_size")
             rows = known(spec.vocabulary.head_rows, "vocab_size")
+            count = known(options.num_candidates, "efficient_lm_head_config.num_candidates")
+            if count > rows:
+                key, due = "efficient_lm_head_config.num_candidates", f"from 1 to {rows}"
+                raise LayerBuildError(f"{count} candidates of {rows} tokens", key=key, got=count, due=due)
             name = "efficient_lm_head_down_proj.weight"
             self.down_proj = Linear(take_named(source, name, (rank, hidden)), name=name)
             name = "efficient_lm_head.weight"
@@ -223,7 +233,7 @@ class Eagle4Head(Eagle3Head):
         """
         from pytest_specdecode.errors import LayerBuildError
 
-        if self.down_proj is None or self.scores is None or self.lm_head is None:
+        if self.down_proj is None or self.scores is None or self.lm_head is None or self.num_candidates is None:
             raise LayerBuildError("is not in the weights; engines make it from lm_head", key="efficient_lm_head.weight")
         normed = self.norm(hidden)
         ids = self.scores(self.down_proj(normed)).topk(self.num_candidates, dim=-1).indices

@@ -22,7 +22,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
+from pytest_specdecode.errors import ConfigError
+from pytest_specdecode.families.base import (
+    ConfigView,
+    ExpectedTensor,
+    Family,
+    ReferenceLayer,
+    Signal,
+    TensorSource,
+    unstated,
+)
 from pytest_specdecode.families.common import read_dtype, read_eps
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.rope import read_rope
@@ -160,6 +169,27 @@ class Gemma4Assistant(Family):
         """The last norm and the logits behind it."""
         return AssistantHead(spec, source)
 
+    def run_head(self, spec: DraftSpec, head: Any, states: torch.Tensor) -> Any:
+        """Logits and the next hidden state."""
+        return head.leave(states)
+
+    def faults(self, spec: DraftSpec) -> tuple[ConfigError, ...]:
+        """The target's width must be stated, and clusters where the head looks at them."""
+        options = spec.options
+        assert isinstance(options, AssistantOptions)
+        found = unstated(backbone_hidden_size=options.backbone_hidden_size)
+        if not options.ordered:
+            return tuple(found)
+        count, top_k, vocab = options.num_centroids, options.top_k, spec.vocabulary.vocab_size
+        found += unstated(num_centroids=count, centroid_intermediate_top_k=top_k)
+        if count is not None and vocab is not None and (count < 1 or vocab % count):
+            message = f"{vocab} tokens do not divide into {count} clusters"
+            found.append(ConfigError(message, key="num_centroids", got=count, due=f"a divisor of {vocab}"))
+        if count is not None and top_k is not None and not 0 < top_k <= max(count, 1):
+            message = f"{top_k} of {count} clusters"
+            found.append(ConfigError(message, key="centroid_intermediate_top_k", got=top_k, due=f"from 1 to {count}"))
+        return tuple(found)
+
     def canonical(self, name: str, root: Section | None = None) -> str:
         """Without a leading `model.`."""
         return name.removeprefix("model.")
@@ -278,6 +308,9 @@ class AssistantHead:
     """What comes before the first layer and behind the last one."""
 
     def __init__(self, spec: DraftSpec, source: TensorSource) -> None:
+        import torch
+
+        from pytest_specdecode.errors import LayerBuildError
         from pytest_specdecode.families.heads import head_linear
         from pytest_specdecode.layers import RMSNorm
         from pytest_specdecode.layers.linear import known, take
@@ -303,8 +336,22 @@ class AssistantHead:
             self.centroids = head_linear(source, "masked_embedding.centroids", count, hidden)
             ordering = source.under("masked_embedding.token_ordering")
             named = {f"token_ordering{name}": value for name, value in ordering.items()}
-            self.clusters = take(named, "token_ordering", (self.vocab_size,)).long().view(count, -1)
+            tokens = take(named, "token_ordering", (self.vocab_size,)).long()
             self.top_k = known(options.top_k, "centroid_intermediate_top_k")
+            if self.vocab_size % count or self.top_k > count:
+                raise LayerBuildError(
+                    f"{self.vocab_size} tokens do not lie in {count} clusters of which a row looks into {self.top_k}",
+                    key="num_centroids",
+                    got=count,
+                    due=f"a divisor of {self.vocab_size}, at least {self.top_k}",
+                )
+            if not torch.equal(tokens.sort().values, torch.arange(self.vocab_size, device=tokens.device)):
+                raise LayerBuildError(
+                    "does not hold every token id once",
+                    key="masked_embedding.token_ordering",
+                    due=f"the ids 0 to {self.vocab_size - 1} in some order",
+                )
+            self.clusters = tokens.view(count, -1)
 
     def enter(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The first layer's input `[..., d]` from the target's unscaled embedding and its hidden state, both `[..., T]`."""

@@ -162,6 +162,12 @@ class Hydra(Family):
         ]
         return tuple(found)
 
+    def no_layers_reason(self, spec: DraftSpec) -> str | None:
+        """The forms with an attention layer in place of the heads have no reference forward."""
+        options = spec.options
+        assert isinstance(options, HydraOptions)
+        return None if options.arch.endswith("mlp") else _unwritten(options.arch)
+
     def build_layer(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> ReferenceLayer:
         """A head, or the prefix layer behind the last of them.
 
@@ -171,7 +177,7 @@ class Hydra(Family):
         options = spec.options
         assert isinstance(options, HydraOptions)
         if not options.arch.endswith("mlp"):
-            raise NoReferenceError(f"the reference forward of Hydra's {options.arch} form is not written")
+            raise NoReferenceError(_unwritten(options.arch))
         if layer.attention is None:
             return HydraHead(spec, layer, source)
         return HydraPrefix(layer, _Moved(source, f"layers.{layer.index}", f"{_PREFIX}.layers.0"))
@@ -290,6 +296,10 @@ class _Moved:
         if prefix.startswith(f"{self._old}."):
             prefix = self._new + prefix.removeprefix(self._old)
         return self._source.under(prefix)
+
+
+def _unwritten(arch: str) -> str:
+    return f"there is no reference forward for Hydra's {arch} form, which has one attention layer in place of its heads"
 
 
 def _prefix_layer(view: ConfigView, index: int, hidden: Extent) -> LayerSpec:

@@ -10,6 +10,8 @@ Three schemes name the same tensors; canonical names are vLLM's:
     vLLM           blocks.{i}.layers.{j}.weight, lm_heads.{i}.weight (all heads one `lm_head` with `original_lm_head`), token_map
     ModelOpt       medusa_heads.{i}.medusa_layers.{j}.linear.*, medusa_heads.{i}.lm_head.weight
 
+ModelOpt's heads may lie inside their target, whose configuration then states their number beside its own layers.
+
 `token_map` holds target ids, not offsets: draft id i stands for token_map[i].
 
 Sources: FasterDecoding/Medusa `medusa/model/medusa_model.py`, vLLM `medusa.py` (until 0.32), ModelOpt.
@@ -40,6 +42,9 @@ _UPSTREAM_BLOCK = re.compile(r"(\d{1,6})\.(\d{1,6})\.linear\.(weight|bias)")
 _UPSTREAM_HEAD = re.compile(r"(\d{1,6})\.(\d{1,6})\.weight")
 _MODELOPT_BLOCK = re.compile(r"(\d{1,6})\.medusa_layers\.(\d{1,6})\.linear\.(weight|bias)")
 _MODELOPT_HEAD = re.compile(r"(\d{1,6})\.lm_head\.weight")
+_OWN = re.compile(
+    r"medusa_heads?\.|blocks\.\d{1,6}\.layers\.|lm_heads\.\d|token_map$|\d{1,6}\.\d{1,6}\.(?:linear\.)?(?:weight|bias)$"
+)
 _BLOCK = re.compile(r"(?:blocks|lm_heads)\.(\d{1,6})\.")
 
 
@@ -67,7 +72,7 @@ class Medusa(Family):
 
     name = "medusa"
     title = "Medusa"
-    packagings: tuple[str, ...] = ("plain",)
+    packagings: tuple[str, ...] = ("plain", "embedded")
     fused_kv = "Medusa heads have no attention, so there is no K/V"
     tiny: Mapping[str, Any] = {
         "architectures": ["MedusaModel"],
@@ -105,7 +110,10 @@ class Medusa(Family):
         """The spec; Medusa's own configuration states neither H nor V, which then are those of the weights."""
         key = next((name for name in _HEADS if view.root.raw(name) is not None), _HEADS[0])
         stated = view.root.layers(key)
-        layers = next((name for name in _LAYERS if view.root.raw(name) is not None), _LAYERS[0])
+        embedded = _is_embedded(view.root)
+        # A target's num_hidden_layers is not the heads'.
+        names = _LAYERS[:2] if embedded else _LAYERS
+        layers = next((name for name in names if view.root.raw(name) is not None), _LAYERS[0])
         block = view.tensors.get("blocks.0.layers.0.weight")
         head = view.tensors.get("lm_heads.0.weight") or view.tensors.get("lm_head.weight")
         hidden = view.layer.extent("hidden_size")
@@ -121,7 +129,7 @@ class Medusa(Family):
         scale = view.root.number("logit_scale")
         return DraftSpec(
             family=self.name,
-            packaging=view.packaging,
+            packaging="embedded" if embedded else view.packaging,
             architectures=view.root.texts("architectures"),
             model_type=view.layer.text("model_type"),
             hidden_size=hidden,
@@ -188,10 +196,21 @@ class Medusa(Family):
             return "lm_head.weight"
         return rest
 
+    def owns(self, name: str, root: Section) -> bool:
+        """Inside a target only what one of the schemes names."""
+        return not _is_embedded(root) or _OWN.match(name) is not None
+
     def layer_index(self, name: str) -> int | None:
         """The head."""
         match = _BLOCK.match(name)
         return int(match[1]) if match else None
+
+
+def _is_embedded(root: Section) -> bool:
+    """Whether `root` describes a target's layers beside the heads: Medusa's own configurations have no attention to count heads of."""
+    layers = root.section("text_config") if isinstance(root.raw("text_config"), Mapping) else root
+    counted = any(root.raw(key) is not None for key in _HEADS[:2])
+    return counted and layers.raw("num_attention_heads") is not None and layers.raw("num_hidden_layers") is not None
 
 
 class MedusaHead(HeadLayer):

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pytest_specdecode.errors import ConfigError
 from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
 from pytest_specdecode.families.common import read_dtype, read_vocabulary
 from pytest_specdecode.families.config import Section
@@ -42,12 +43,14 @@ class MLPSpeculatorOptions:
         inner_dim: width of every state after the first.
         tie_weights, scale_input: as stated.
         n_predict: number of stages; the mixing weights depend on it.
+        top_k_tokens_per_head: candidates that a tree takes from each stage, or None.
     """
 
     inner_dim: Extent
     tie_weights: bool
     scale_input: bool
     n_predict: Extent
+    top_k_tokens_per_head: tuple[int, ...] | None = None
 
 
 class MLPSpeculator(Family):
@@ -110,6 +113,7 @@ class MLPSpeculator(Family):
                 tie_weights=bool(view.root.flag("tie_weights")),
                 scale_input=bool(view.root.flag("scale_input")),
                 n_predict=stated,
+                top_k_tokens_per_head=view.root.ids("top_k_tokens_per_head"),
             ),
         )
 
@@ -120,6 +124,19 @@ class MLPSpeculator(Family):
     def build_layer(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> ReferenceLayer:
         """One stage."""
         return SpeculatorStage(spec, layer, source)
+
+    def faults(self, spec: DraftSpec) -> tuple[ConfigError, ...]:
+        """`top_k_tokens_per_head` must hold one number per stage."""
+        options = spec.options
+        assert isinstance(options, MLPSpeculatorOptions)
+        stated, count = options.top_k_tokens_per_head, options.n_predict
+        due = "one positive number per stage" if count is None else f"{count} positive numbers, one per stage"
+        if stated is None:
+            return (ConfigError("top_k_tokens_per_head is not stated", key="top_k_tokens_per_head", due=due),)
+        if (count is not None and len(stated) != count) or any(number < 1 for number in stated):
+            message = f"top_k_tokens_per_head is {list(stated)} for {count} stages"
+            return (ConfigError(message, key="top_k_tokens_per_head", got=list(stated), due=due),)
+        return ()
 
     def canonical(self, name: str, root: Section | None = None) -> str:
         """Without `speculator.`."""
@@ -216,4 +233,7 @@ def _tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
                 need="optional" if tied else "required",
                 reason=f"{_TIED} {name.partition('.')[0]}" if tied else "",
                 layer=index,
+                same_as=f"{name.partition('.')[0]}.{int(name.startswith('proj.'))}.{name.split('.', 2)[2]}"
+                if tied
+                else None,
             )

@@ -40,10 +40,18 @@ from pytest_specdecode.families.base import (
     Signal,
     TensorSource,
 )
-from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, stores_fused_qkv
-from pytest_specdecode.families.config import MAX_LAYERS, Section
+from pytest_specdecode.families.common import (
+    held_layers,
+    read_dtype,
+    read_eps,
+    read_head_dim,
+    read_mla,
+    stores_fused_qkv,
+)
+from pytest_specdecode.families.config import Section
+from pytest_specdecode.families.deepseek_v4 import MAX_EXPERTS, StageSpec, head_streams, read_stage, stage_tensors
 from pytest_specdecode.families.rope import read_rope
-from pytest_specdecode.families.tensors import gqa_tensors, mlp_tensors, norm
+from pytest_specdecode.families.tensors import gqa_tensors, mla_tensors, mlp_tensors, norm
 from pytest_specdecode.spec import (
     DraftSpec,
     Extent,
@@ -67,13 +75,13 @@ _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
 #: Keys of other drafts; where one stands, a count of prediction layers was copied from the target.
 _FOREIGN = re.compile(r"dspark_|eagle_|dflash_config$|speculators_model_type$|draft_vocab_size$|medusa_|hydra_")
 
-_COUNTED = re.compile(r"(?P<bare>(?:(?:model|language_model)\.)*)layers\.(?P<index>\d{1,6})\.(?P<rest>.+)")
+_COUNTED = re.compile(r"(?:(?:model|language_model)\.)*layers\.(?P<index>\d{1,6})\.(?P<rest>.+)")
 _NAMED = re.compile(r"(?:(?:model|language_model)\.)*mtp_layers\.(\d{1,6})\.(.+)")
 _QWEN_LAYER = re.compile(r"(?:(?:model|language_model)\.)*mtp\.layers\.(\d{1,6})\.(.+)")
 _QWEN_STEM = re.compile(r"(?:(?:model|language_model)\.)*mtp\.(fc|norm|pre_fc_norm_embedding|pre_fc_norm_hidden)\.(.+)")
 _STAGE = re.compile(r"(?:(?:model|language_model)\.)*mtp\.(\d{1,6})\.(.+)")
 _ERNIE = re.compile(r"(?:(?:model|language_model)\.)*mtp_(emb_norm|hidden_norm|linear_proj|block)\.(\d{1,6})\.(.+)")
-_OWN = re.compile(r"layers\.\d{1,6}\.")
+_LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)")
 
 _STEM = {"fc": "eh_proj", "norm": "shared_head.norm", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
 _MIMO = {
@@ -113,24 +121,6 @@ class MTPOptions:
     fp8_block: tuple[int, int] | None = None
     indexer: tuple[int, int] | None = None
     stage: StageSpec | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageSpec:
-    """Sizes that only a DeepSeek-V4 stage has.
-
-    Attributes:
-        q_lora_rank, o_lora_rank: ranks of the query's and the output's projections.
-        o_groups: groups of heads that the output projects apart.
-        hc_mult: parallel residual streams.
-        packed_experts: two 4-bit weights to a byte, with a scale for each 32.
-    """
-
-    q_lora_rank: Extent
-    o_lora_rank: Extent
-    o_groups: Extent
-    hc_mult: Extent
-    packed_experts: bool
 
 
 class MTP(Family):
@@ -203,7 +193,7 @@ class MTP(Family):
         """The spec: as many layers as are predicted, each of the kind of the target's last."""
         style = _style(view)
         places = [(section, key) for section, key in _count_places(view) if section.raw(key) is not None]
-        section, key = places[0] if places else (view.layer, _COUNTS[0])
+        section, key = places[0] if places else (view.layer, "mtp_num_hidden_layers" if style == "qwen" else _COUNTS[0])
         stated = section.layers(key) if places else None
         labelled = any(_LABEL.search(label) for label in view.root.texts("architectures"))
         return DraftSpec(
@@ -215,7 +205,9 @@ class MTP(Family):
             target_hidden_size=view.layer.extent("hidden_size"),
             num_hidden_layers=stated,
             layer_key=section.path(key),
-            layers=tuple(_layer(view, style, index) for index in range(_held(view) if stated is None else stated)),
+            layers=tuple(
+                _layer(view, style, index) for index in range(held_layers(view) if stated is None else stated)
+            ),
             vocabulary=VocabularySpec(vocab_size=view.layer.extent("vocab_size")),
             taps=TapsSpec(required=False),
             dtype=read_dtype(view),
@@ -230,7 +222,7 @@ class MTP(Family):
         found: list[ExpectedTensor] = []
         for layer in spec.layers:
             found += (
-                _stage_tensors(spec, layer, options.stage)
+                _stage_tensors(spec, layer, options, options.stage)
                 if options.stage is not None
                 else _layer_tensors(spec, layer, options)
             )
@@ -264,27 +256,34 @@ class MTP(Family):
 
     def canonical(self, name: str, root: Section | None = None) -> str:
         """See the table in the module; a name of the target's stays as it is."""
-        if match := _NAMED.fullmatch(name):
-            rest = match[2]
-            for old, new in _MIMO.items():
-                if rest.startswith(old):
-                    rest = new + rest.removeprefix(old)
-            return f"layers.{match[1]}.{rest}"
-        if match := _QWEN_LAYER.fullmatch(name):
-            return f"layers.{match[1]}.{match[2]}"
-        if match := _QWEN_STEM.fullmatch(name):
-            return f"layers.0.{_STEM[match[1]]}.{match[2]}"
-        if match := _STAGE.fullmatch(name):
-            return f"layers.{match[1]}.{match[2]}"
-        if match := _ERNIE.fullmatch(name):
-            return f"layers.{match[2]}.{_ERNIE_STEM[match[1]]}{match[3]}"
-        if match := _COUNTED.fullmatch(name):
-            return _counted(name, match, _target_depth(root))
-        return name
+        return _predicted(name, root) or name
+
+    def stored_name(self, name: str, root: Section, spec: DraftSpec) -> str:
+        """The released name of a prediction layer's tensor, by the scheme of its target; see the table in the module."""
+        match = _LAYER.fullmatch(name)
+        options = spec.options
+        if match is None or not isinstance(options, MTPOptions):
+            return name
+        index, rest = match.groups()
+        if options.style in ("mimo", "speculators"):
+            inner = f"mtp_layers.{index}.{_back(rest, _MIMO) or rest}"
+            return inner if options.style == "speculators" else f"model.{inner}"
+        if options.style == "ernie":
+            part, dot, end = rest.partition(".")
+            stem = _back(f"{part}.", _ERNIE_STEM)
+            return f"model.mtp_{stem}.{index}.{end}" if stem and dot else f"model.mtp_block.{index}.{rest}"
+        if options.style == "qwen":
+            part, _, end = rest.rpartition(".")
+            stem = _back(part, _STEM)
+            return f"mtp.{stem}.{end}" if stem and index == "0" else f"mtp.layers.{index}.{rest}"
+        if options.style == "deepseek-v4":
+            return f"mtp.{index}.{rest}"
+        depth = _target_depth(root)
+        return name if depth is None else f"model.layers.{depth + int(index)}.{rest}"
 
     def owns(self, name: str, root: Section) -> bool:
-        """The prediction layers' tensors; in speculators' packaging, where nothing else lies, all."""
-        return root.text("speculators_model_type") == "mtp" or _OWN.match(self.canonical(name, root)) is not None
+        """Whether `name` is a prediction layer's as it stands on disk; in speculators' packaging, where nothing else lies, any is."""
+        return root.text("speculators_model_type") == "mtp" or _predicted(name, root) is not None
 
 
 class MTPLayer(ReferenceLayer):
@@ -419,13 +418,8 @@ def _options(view: ConfigView, style: Style) -> MTPOptions:
     fp8 = quantised.raw("quant_method") == "fp8"
     stage = None
     if style == "deepseek-v4":
-        stage = StageSpec(
-            q_lora_rank=view.layer.extent("q_lora_rank"),
-            o_lora_rank=view.layer.extent("o_lora_rank"),
-            o_groups=view.layer.extent("o_groups"),
-            hc_mult=view.layer.extent("hc_mult"),
-            packed_experts=fp8 and view.layer.raw("expert_dtype") in (None, "fp4"),
-        )
+        packed = fp8 and view.layer.raw("expert_dtype") in (None, "fp4")
+        stage = read_stage(view.layer, packed_experts=packed)
     return MTPOptions(
         style=style,
         combine={"mimo": "hidden-first", "deepseek-v4": "sum"}.get(style, "embed-first"),  # type: ignore[arg-type]
@@ -446,7 +440,7 @@ def _block_edges(quantised: Section) -> tuple[int, int]:
 def _layer(view: ConfigView, style: Style, index: int) -> LayerSpec:
     return LayerSpec(
         index=index,
-        attention=_mla(view) if view.layer.raw("kv_lora_rank") is not None else _gqa(view, style, index),
+        attention=_latent(view) if view.layer.raw("kv_lora_rank") is not None else _gqa(view, style, index),
         intermediate_size=view.layer.extent("intermediate_size"),
         hidden_act=view.layer.text("hidden_act") or "silu",
         norm_eps=read_eps(view),
@@ -456,22 +450,9 @@ def _layer(view: ConfigView, style: Style, index: int) -> LayerSpec:
     )
 
 
-def _mla(view: ConfigView) -> MLASpec:
-    hidden, rope_dim = view.layer.extent("hidden_size"), view.layer.extent("qk_rope_head_dim")
-    rope = read_rope(view.layer, head_dim=rope_dim, is_neox_style=view.layer.flag("rope_interleave") is False)
-    if rope.rope_type == "yarn":
-        rope = replace(rope, rope_type="deepseek_yarn")
-    return MLASpec(
-        num_heads=view.layer.extent("num_attention_heads"),
-        q_lora_rank=view.layer.extent("q_lora_rank"),
-        kv_lora_rank=view.layer.extent("kv_lora_rank"),
-        qk_nope_head_dim=view.layer.extent("qk_nope_head_dim"),
-        qk_rope_head_dim=rope_dim,
-        v_head_dim=view.layer.extent("v_head_dim"),
-        in_features=hidden,
-        out_features=hidden,
-        rope=rope,
-    )
+def _latent(view: ConfigView) -> MLASpec:
+    neox = view.layer.flag("rope_interleave") is False
+    return read_mla(view, in_features=view.layer.extent("hidden_size"), is_neox_style=neox)
 
 
 def _gqa(view: ConfigView, style: Style, index: int) -> GQASpec:
@@ -601,21 +582,7 @@ def _attention_tensors(layer: LayerSpec, options: MTPOptions) -> Iterator[Expect
     assert attention is not None
     prefix = f"layers.{layer.index}.self_attn"
     width, rank = attention.in_features, attention.q_lora_rank
-    queries = times(attention.num_heads, attention.qk_head_dim)
-    expanded = times(attention.num_heads, plus(attention.qk_nope_head_dim, attention.v_head_dim))
-    shapes: dict[str, tuple[Extent, ...]] = (
-        {"q_proj": (queries, width)}
-        if rank is None
-        else {"q_a_proj": (rank, width), "q_a_layernorm": (rank,), "q_b_proj": (queries, rank)}
-    )
-    shapes |= {
-        "kv_a_proj_with_mqa": (plus(attention.kv_lora_rank, attention.qk_rope_head_dim), width),
-        "kv_a_layernorm": (attention.kv_lora_rank,),
-        "kv_b_proj": (expanded, attention.kv_lora_rank),
-        "o_proj": (attention.out_features, times(attention.num_heads, attention.v_head_dim)),
-    }
-    for name, shape in shapes.items():
-        yield ExpectedTensor(name=f"{prefix}.{name}.weight", shape=shape, layer=layer.index)
+    yield from mla_tensors(layer, attention, whole_query=rank is None)
     if options.indexer is None:
         return
     heads, head_dim = options.indexer
@@ -653,7 +620,7 @@ def _mlp_tensors(layer: LayerSpec, hidden: Extent) -> Iterator[ExpectedTensor]:
         yield tensor("experts.gate_up_proj", moe.num_experts, times(2, inner), hidden)
         yield tensor("experts.down_proj", moe.num_experts, hidden, inner)
     else:
-        for expert in range(min(moe.num_experts or 0, _MAX_EXPERTS)):
+        for expert in range(min(moe.num_experts or 0, MAX_EXPERTS)):
             yield tensor(f"experts.{expert}.gate_proj.weight", inner, hidden)
             yield tensor(f"experts.{expert}.up_proj.weight", inner, hidden)
             yield tensor(f"experts.{expert}.down_proj.weight", hidden, inner)
@@ -666,80 +633,79 @@ def _mlp_tensors(layer: LayerSpec, hidden: Extent) -> Iterator[ExpectedTensor]:
             yield tensor("shared_expert_gate.weight", 1, hidden)
 
 
-#: No model comes near; a configuration that claims more must not eat the machine.
-_MAX_EXPERTS = 4096
+def _stage_tensors(
+    spec: DraftSpec, layer: LayerSpec, options: MTPOptions, stage: StageSpec
+) -> Iterator[ExpectedTensor]:
+    """A DeepSeek-V4 stage between its stem, two projections that are added, and its last norm."""
+    hidden, moe = spec.hidden_size, layer.moe
+    prefix = f"layers.{layer.index}"
 
+    def scales(matrix: ExpectedTensor, packed: bool) -> Iterator[ExpectedTensor]:
+        name = f"{matrix.name.removesuffix('weight')}scale"
+        if packed:
+            rows, halves = matrix.shape
+            shape = (rows, None if halves is None else halves // 16)
+            yield ExpectedTensor(name=name, shape=shape, layer=layer.index, dtype="float8_e8m0fnu")
+        elif options.fp8_block is not None:
+            yield replace(_block_scale(matrix, options.fp8_block), name=name, dtype="float8_e8m0fnu")
 
-def _stage_tensors(spec: DraftSpec, layer: LayerSpec, stage: StageSpec) -> Iterator[ExpectedTensor]:
-    """A DeepSeek-V4 stage: latent queries, one K=V head, a grouped output, experts, and the mixing of the residual streams."""
-    hidden, moe, attention = spec.hidden_size, layer.moe, layer.attention
-    assert isinstance(attention, GQASpec)
-    prefix, head_dim = f"layers.{layer.index}", attention.head_dim
-    queries = times(attention.num_heads, head_dim)
-    outputs = times(stage.o_groups, stage.o_lora_rank)
-    per_group = None if queries is None or not stage.o_groups else queries // stage.o_groups
-    streams = times(stage.hc_mult, hidden)
-    mixes = times(stage.hc_mult, plus(stage.hc_mult, 2))
-
-    def tensor(name: str, *shape: Extent, **fields: Any) -> ExpectedTensor:
-        return ExpectedTensor(name=f"{prefix}.{name}", shape=shape, layer=layer.index, **fields)
-
-    def projection(name: str, *shape: Extent) -> Iterator[ExpectedTensor]:
-        found = tensor(f"{name}.weight", *shape)
-        yield found
-        if spec.options.fp8_block is not None:
-            scale = _block_scale(found, spec.options.fp8_block)
-            yield replace(scale, name=f"{prefix}.{name}.scale", dtype="float8_e8m0fnu")
-
-    for name in ("enorm", "hnorm", "norm", "attn_norm", "ffn_norm"):
-        yield tensor(f"{name}.weight", hidden)
-    yield from projection("e_proj", hidden, hidden)
-    yield from projection("h_proj", hidden, hidden)
-    yield from projection("attn.wq_a", stage.q_lora_rank, hidden)
-    yield tensor("attn.q_norm.weight", stage.q_lora_rank)
-    yield from projection("attn.wq_b", queries, stage.q_lora_rank)
-    yield from projection("attn.wkv", head_dim, hidden)
-    yield tensor("attn.kv_norm.weight", head_dim)
-    yield from projection("attn.wo_a", outputs, per_group)
-    yield from projection("attn.wo_b", hidden, outputs)
-    yield tensor("attn.attn_sink", attention.num_heads, dtype="float32")
-    for name in ("hc_attn", "hc_ffn"):
-        yield tensor(f"{name}_fn", mixes, streams, dtype="float32")
-        yield tensor(f"{name}_base", mixes, dtype="float32")
-        yield tensor(f"{name}_scale", 3, dtype="float32")
-    yield tensor("hc_head_fn", stage.hc_mult, streams, dtype="float32")
-    yield tensor("hc_head_base", stage.hc_mult, dtype="float32")
-    yield tensor("hc_head_scale", 1, dtype="float32")
-    if moe is None:
-        return
-    yield tensor("ffn.gate.weight", moe.num_experts, hidden)
-    yield tensor("ffn.gate.bias", moe.num_experts, dtype="float32")
-    inner = moe.intermediate_size
-    for name, shape in {"w1": (inner, hidden), "w2": (hidden, inner), "w3": (inner, hidden)}.items():
-        if moe.shared_intermediate_size:
-            yield from projection(f"ffn.shared_experts.{name}", *shape)
-        for expert in range(min(moe.num_experts or 0, _MAX_EXPERTS)):
-            if not stage.packed_experts:
-                yield from projection(f"ffn.experts.{expert}.{name}", *shape)
-                continue
-            rows, columns = shape
-            halves, scales = (None, None) if columns is None else (columns // 2, columns // 32)
-            yield tensor(f"ffn.experts.{expert}.{name}.weight", rows, halves, kind="int")
-            yield tensor(f"ffn.experts.{expert}.{name}.scale", rows, scales, dtype="float8_e8m0fnu")
+    for name in ("enorm", "hnorm", "norm"):
+        yield norm(f"{prefix}.{name}", hidden, layer.index)
+    for name in ("e_proj", "h_proj"):
+        projection = ExpectedTensor(name=f"{prefix}.{name}.weight", shape=(hidden, hidden), layer=layer.index)
+        yield projection
+        yield from scales(projection, False)
+    held = replace(
+        stage,
+        num_experts=0 if moe is None else moe.num_experts,
+        shared_experts=moe is not None and bool(moe.shared_intermediate_size),
+    )
+    inner = None if moe is None else moe.intermediate_size
+    yield from stage_tensors(layer, held, hidden=hidden, inner=inner, scales=scales)
+    yield from head_streams(stage, hidden, f"{prefix}.hc_head_", layer.index)
     for name in ("emb.tok_emb", "head"):
-        yield tensor(f"{name}.weight", spec.vocabulary.vocab_size, hidden, need="optional", reason=_SHARED)
+        yield ExpectedTensor(
+            name=f"{prefix}.{name}.weight",
+            shape=(spec.vocabulary.vocab_size, hidden),
+            need="optional",
+            reason=_SHARED,
+            layer=layer.index,
+        )
 
 
-def _counted(name: str, match: re.Match[str], depth: int | None) -> str:
-    """A prediction layer's name that counts on from the target's last layer; any other stays as it is."""
-    index = int(match["index"])
-    if depth is None or index < depth:
-        return name
+def _predicted(name: str, root: Section | None) -> str | None:
+    """The canonical name of a prediction layer's tensor; None for any other, such as one of the target's layers."""
+    if match := _NAMED.fullmatch(name):
+        rest = match[2]
+        for old, new in _MIMO.items():
+            if rest.startswith(old):
+                rest = new + rest.removeprefix(old)
+        return f"layers.{match[1]}.{rest}"
+    if match := _QWEN_LAYER.fullmatch(name):
+        return f"layers.{match[1]}.{match[2]}"
+    if match := _QWEN_STEM.fullmatch(name):
+        return f"layers.0.{_STEM[match[1]]}.{match[2]}"
+    if match := _STAGE.fullmatch(name):
+        return f"layers.{match[1]}.{match[2]}"
+    if match := _ERNIE.fullmatch(name):
+        return f"layers.{match[2]}.{_ERNIE_STEM[match[1]]}{match[3]}"
+    match = _COUNTED.fullmatch(name)
+    depth = _target_depth(root)
+    if match is None or depth is None or int(match["index"]) < depth:
+        return None
     rest = match["rest"]
     for old, new in _REST.items():
         if rest.startswith(old):
             rest = new + rest.removeprefix(old)
-    return f"layers.{index - depth}.{rest}"
+    return f"layers.{int(match['index']) - depth}.{rest}"
+
+
+def _back(name: str, names: Mapping[str, str]) -> str | None:
+    """The name that `names` turns into `name`, or into its start; the rest is kept."""
+    for old, new in names.items():
+        if new and (name == new or (new.endswith(".") and name.startswith(new))):
+            return old + name.removeprefix(new)
+    return None
 
 
 def _target_depth(root: Section | None) -> int | None:
@@ -750,10 +716,3 @@ def _target_depth(root: Section | None) -> int | None:
         if isinstance(depth, int) and not isinstance(depth, bool):
             return depth
     return None
-
-
-def _held(view: ConfigView) -> int:
-    """Layers that the weights show, where the configuration does not count them."""
-    matches = (re.match(r"layers\.(\d{1,4})\.", name) for name in view.tensors)
-    held = {index for match in matches if match and (index := int(match[1])) < MAX_LAYERS}
-    return max(held) + 1 if held else 0

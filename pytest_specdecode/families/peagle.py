@@ -114,6 +114,10 @@ class PEagle(Family):
         """What stands around the layers."""
         return PEagleHead(spec, source)
 
+    def run_head(self, spec: DraftSpec, head: PEagleHead, states: torch.Tensor) -> Any:
+        """The masked positions' hidden states."""
+        return head.fuse_block(states.new_zeros(0, len(head.mask_hidden)), len(states))
+
     def canonical(self, name: str, root: Section | None = None) -> str:
         """As EAGLE3."""
         return canonical_eagle3(name)

@@ -8,7 +8,6 @@ whose every size is null, with no weights beside it, is an exporter's template a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,10 +16,6 @@ from pytest_specdecode.families.base import ConfigView, Family, Signal, SignalKi
 
 #: From the signals that settle a family to those that only suggest one.
 KINDS: tuple[SignalKind, ...] = ("label", "tensors", "keys")
-
-#: Families that are known by name only: a file of one of them is turned away by name, not misread as a neighbour.
-NOT_READ: tuple[tuple[str, str], ...] = ()
-_NOT_READ_TYPES: dict[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +46,12 @@ def recognise(checkpoint: Checkpoint, families: Sequence[Family]) -> Recognition
     """The family of `checkpoint`, among `families`."""
     signals = [signal for family in families for signal in family.signals(open_view(checkpoint, family))]
     read = {family.name for family in families}
-    signals += [signal for signal in _by_name_only(open_view(checkpoint)) if signal.family not in read]
+    claimed = {signal.where for signal in signals if signal.kind == "label"}
+    signals += [
+        signal
+        for signal in _unknown_names(open_view(checkpoint))
+        if signal.family not in read and signal.where not in claimed
+    ]
     signals.sort(key=lambda signal: KINDS.index(signal.kind))
     named = _named(signals)
     if _is_template(open_view(checkpoint)):
@@ -75,24 +75,12 @@ def _named(signals: Sequence[Signal]) -> dict[SignalKind, list[str]]:
     return {kind: sorted({signal.family for signal in signals if signal.kind == kind}) for kind in KINDS}
 
 
-def _by_name_only(view: ConfigView) -> list[Signal]:
-    def label(family: str, where: str, value: object) -> Signal:
-        return Signal(family=family, kind="label", where=where, value=value)
-
-    found = [
-        label(family, f"architectures[{position}]", architecture)
-        for position, architecture in enumerate(view.root.texts("architectures"))
-        for family, pattern in NOT_READ
-        if re.search(pattern, architecture)
-    ]
-    packaged = view.root.text("speculators_model_type")
-    if packaged in {family for family, _ in NOT_READ}:
-        found.append(label(str(packaged), "speculators_model_type", packaged))
-    model_type = view.root.text("model_type")
-    if model_type in _NOT_READ_TYPES:
-        found.append(label(_NOT_READ_TYPES[model_type], "model_type", model_type))
+def _unknown_names(view: ConfigView) -> list[Signal]:
+    """What the file calls itself where every file of that form does; a name that no family claims is a family that is not read."""
     nested = view.root.section("dflash_config")
     projector = nested.text("projector_type")
-    if projector and projector != "dflash":
-        found.append(label(projector, nested.path("projector_type"), projector))
-    return found
+    named = {
+        "speculators_model_type": view.root.text("speculators_model_type"),
+        nested.path("projector_type"): None if projector == "dflash" else projector,
+    }
+    return [Signal(family=value, kind="label", where=where, value=value) for where, value in named.items() if value]

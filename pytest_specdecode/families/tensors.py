@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_specdecode.families.base import ExpectedTensor
-from pytest_specdecode.spec import DraftSpec, Extent, GQASpec, LayerSpec, plus, times
+from pytest_specdecode.spec import DraftSpec, Extent, GQASpec, LayerSpec, MLASpec, plus, times
 
 
 def gqa_tensors(layer: LayerSpec, attention: GQASpec, *, fused_qkv: bool = False) -> Iterator[ExpectedTensor]:
@@ -36,6 +36,32 @@ def gqa_tensors(layer: LayerSpec, attention: GQASpec, *, fused_qkv: bool = False
     if attention.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield ExpectedTensor(name=f"{prefix}.{name}.weight", shape=(attention.head_dim,), layer=layer.index)
+
+
+def mla_tensors(layer: LayerSpec, attention: MLASpec, *, whole_query: bool = False) -> Iterator[ExpectedTensor]:
+    """DeepSeek's latent attention, its down projections `in_features` wide.
+
+    The query is one `q_proj` where `whole_query` says so; a rank that is not known does not.
+    """
+    prefix = f"layers.{layer.index}.self_attn"
+    width, rank, latent = attention.in_features, attention.q_lora_rank, attention.kv_lora_rank
+    queries = times(attention.num_heads, attention.qk_head_dim)
+    expanded = times(attention.num_heads, plus(attention.qk_nope_head_dim, attention.v_head_dim))
+    shapes: dict[str, tuple[Extent, ...]] = (
+        {"q_proj": (queries, width)}
+        if whole_query
+        else {"q_a_proj": (rank, width), "q_a_layernorm": (rank,), "q_b_proj": (queries, rank)}
+    )
+    shapes |= {
+        "kv_a_proj_with_mqa": (plus(latent, attention.qk_rope_head_dim), width),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (expanded, latent),
+        "o_proj": (attention.out_features, times(attention.num_heads, attention.v_head_dim)),
+    }
+    for name, shape in shapes.items():
+        yield ExpectedTensor(name=f"{prefix}.{name}.weight", shape=shape, layer=layer.index)
+    for name in ("q_proj" if whole_query else "q_a_proj", "kv_a_proj_with_mqa", "o_proj"):
+        yield bias(f"{prefix}.{name}.bias", shapes[name][0], False, layer.index)
 
 
 def bias(name: str, rows: Extent, flag: bool, layer: int | None = None) -> ExpectedTensor:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pytest_specdecode.errors import LayerBuildError
-from pytest_specdecode.families.base import ConfigView, ExpectedTensor, TensorSource
+from pytest_specdecode.errors import ConfigError, LayerBuildError
+from pytest_specdecode.families.base import ConfigView, ExpectedTensor, TensorSource, unstated
 from pytest_specdecode.families.dflash import DFlash
 from pytest_specdecode.spec import DraftSpec, Extent, times
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,15 @@ class XPress(DFlash):
         }
         with prefixed("refiner_head"):
             return Refiner(source.under("refiner_head"), **sizes)
+
+    def run_head(self, spec: DraftSpec, head: Any, states: torch.Tensor) -> Any:
+        """The bias of one round over a block that is all token 0."""
+        return head(states, states.new_zeros(len(states)).long())
+
+    def faults(self, spec: DraftSpec) -> tuple[ConfigError, ...]:
+        """Both sizes of the refiner must be stated."""
+        options = _options(spec)
+        return tuple(unstated(xpress_rank=options.rank, xpress_mlp_ratio=options.mlp_ratio))
 
     def _options(self, view: ConfigView) -> XPressOptions:
         return XPressOptions(

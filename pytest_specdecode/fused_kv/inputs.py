@@ -247,6 +247,28 @@ def check_block(block_rows: int) -> None:
         )
 
 
+def check_rows(rows: int, block_rows: int, factors: str, axis: str) -> None:
+    """InputError where the flat index over `rows`, which are `factors` multiplied, would not fit int32."""
+    if rows + block_rows > 2**31:
+        raise InputError(
+            f"Too many rows for one launch: {factors}; split the tokens.",
+            axis=axis,
+            expected=2**31 - block_rows,
+            got=rows,
+        )
+
+
+def check_stacked(name: str, tensor: Tensor, due: tuple[int, ...], axis: str, path: str) -> None:
+    """StackMismatchError where a tensor with one entry per layer is not of shape `due`."""
+    if tuple(tensor.shape) != due:
+        raise StackMismatchError(
+            f"Invalid stacked {name} shape for fused {path} materialization: got {tuple(tensor.shape)}, expected {due}.",
+            axis=axis,
+            expected=due,
+            got=tuple(tensor.shape),
+        )
+
+
 def check_positions_and_table(
     projected: Tensor, positions: Tensor, cos_sin_cache: Tensor, rotary_dim: int, width_axis: str, path: str
 ) -> None:

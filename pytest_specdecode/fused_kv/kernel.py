@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pytest_specdecode.errors import InputError, StackMismatchError
+from pytest_specdecode.errors import StackMismatchError
 from pytest_specdecode.fused_kv.inputs import (
     check_block,
     check_dtypes,
     check_out,
     check_positions_and_table,
+    check_rows,
+    check_stacked,
     next_power_of_two,
     unit_last_stride,
 )
@@ -86,13 +88,7 @@ def fused_norm_rope(
     if block_rows is None:
         block_rows = min(512, next_power_of_two(rows)) if kv.device.type == "cpu" else 16
     check_block(block_rows)
-    if rows + block_rows > 2**31:
-        raise InputError(
-            f"Too many rows for one launch: {layers} layers x {tokens} tokens x {num_kv_heads} heads; split the tokens.",
-            axis="kv",
-            expected=2**31 - block_rows,
-            got=rows,
-        )
+    check_rows(rows, block_rows, f"{layers} layers x {tokens} tokens x {num_kv_heads} heads", "kv")
     half, rest = rotary_dim // 2, head_dim - rotary_dim
     launch(
         _norm_rope_kernel,
@@ -156,14 +152,8 @@ def _check_parameters(k_norm_weight: Tensor, eps: Tensor, layers: int, head_dim:
             expected=f"even, 0 < rotary_dim <= {head_dim}",
             got=rotary_dim,
         )
-    for name, tensor, due in (("k_norm_weight", k_norm_weight, (layers, head_dim)), ("eps", eps, (layers,))):
-        if tuple(tensor.shape) != due:
-            raise StackMismatchError(
-                f"Invalid stacked {name} shape for fused KV materialization: got {tuple(tensor.shape)}, expected {due}.",
-                axis="k-norm" if name == "k_norm_weight" else "norm-eps",
-                expected=due,
-                got=tuple(tensor.shape),
-            )
+    check_stacked("k_norm_weight", k_norm_weight, (layers, head_dim), "k-norm", "KV")
+    check_stacked("eps", eps, (layers,), "norm-eps", "KV")
 
 
 @jit

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pytest_specdecode.errors import InputError, StackMismatchError
+from pytest_specdecode.errors import StackMismatchError
 from pytest_specdecode.fused_kv.inputs import (
     check_block,
     check_dtypes,
     check_out,
     check_positions_and_table,
+    check_rows,
+    check_stacked,
     next_power_of_two,
     unit_last_stride,
 )
@@ -75,14 +77,8 @@ def fused_latent_norm_rope(
     shape = (layers, tokens, kv_lora_rank + qk_rope_head_dim)
     if tokens == 0:
         return kv_a.new_empty(shape)
-    for name, tensor, due in (("norm_weight", norm_weight, (layers, kv_lora_rank)), ("eps", eps, (layers,))):
-        if tuple(tensor.shape) != due:
-            raise StackMismatchError(
-                f"Invalid stacked {name} shape for fused latent materialization: got {tuple(tensor.shape)}, expected {due}.",
-                axis="latent-norm" if name == "norm_weight" else "norm-eps",
-                expected=due,
-                got=tuple(tensor.shape),
-            )
+    check_stacked("norm_weight", norm_weight, (layers, kv_lora_rank), "latent-norm", "latent")
+    check_stacked("eps", eps, (layers,), "norm-eps", "latent")
     out = kv_a.new_empty(shape) if out is None else check_out("out", out, kv_a, shape, "latent")
     check_positions_and_table(kv_a, positions, cos_sin_cache, qk_rope_head_dim, "qk-rope-head-dim", "latent")
     check_dtypes({"kv_a": kv_a, "norm_weight": norm_weight, "eps": eps, "cos_sin_cache": cos_sin_cache}, "latent")
@@ -93,13 +89,7 @@ def fused_latent_norm_rope(
         tile = _CPU_TILE if kv_a.device.type == "cpu" else _GPU_TILE
         block_rows = min(next_power_of_two(rows), max(1, tile // lanes), 512)
     check_block(block_rows)
-    if rows + block_rows > 2**31:
-        raise InputError(
-            f"Too many rows for one launch: {layers} layers x {tokens} tokens; split the tokens.",
-            axis="kv_a",
-            expected=2**31 - block_rows,
-            got=rows,
-        )
+    check_rows(rows, block_rows, f"{layers} layers x {tokens} tokens", "kv_a")
     launch(
         _latent_norm_rope_kernel,
         (-(-rows // block_rows),),

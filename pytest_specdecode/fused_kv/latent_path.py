@@ -16,15 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pytest_specdecode.fused_kv.inputs import (
-    RopeTable,
-    check_attributes,
-    check_epsilons,
-    checked_positions,
-    checked_tokens,
-    chosen_backend,
-    weight_versions,
-)
+from pytest_specdecode.fused_kv.inputs import check_attributes, check_epsilons, checked_tokens
 from pytest_specdecode.fused_kv.latent_kernel import fused_latent_norm_rope
 from pytest_specdecode.fused_kv.latent_stack import (
     PROJECTION,
@@ -33,14 +25,15 @@ from pytest_specdecode.fused_kv.latent_stack import (
     latent_facts_of,
     validate_latent,
 )
-from pytest_specdecode.fused_kv.stack import norm_eps_of, norm_kind_of, rope_facts
+from pytest_specdecode.fused_kv.stack import rope_facts
+from pytest_specdecode.fused_kv.stacked import StackedPath
 
 WriteLayerLatent = Callable[[int, Tensor], object]
 
 _ATTRIBUTES = ("kv_lora_rank", "qk_rope_head_dim", "rotary_emb")
 
 
-class FusedLatentKV:
+class FusedLatentKV(StackedPath):
     """The stacked latent path of a draft.
 
     Args:
@@ -62,6 +55,9 @@ class FusedLatentKV:
         StackRangeError: the rope table is shorter than the hint and does not grow.
     """
 
+    _path = "latent"
+    facts: tuple[LatentFacts, ...]
+
     def __init__(
         self,
         layers: Sequence[Any],
@@ -73,41 +69,10 @@ class FusedLatentKV:
         *,
         backend: Literal["auto", "triton", "eager"] = "auto",
     ) -> None:
-        self.rotary_emb = rotary_emb
         self.kv_lora_rank = int(kv_lora_rank)
         self.qk_rope_head_dim = int(qk_rope_head_dim)
-        self.device = torch.device(device)
-        self.max_position_hint = max_position_hint
         self.is_neox_style = bool(getattr(rotary_emb, "is_neox_style", True))
-        self.backend = chosen_backend(backend)
-        self.refresh_weights(layers)
-        self._table = RopeTable(rotary_emb, "latent")
-        if max_position_hint is not None:
-            self._table.reach(max(max_position_hint - 1, 0), served=False)
-
-    def refresh_weights(self, layers: Sequence[Any]) -> None:
-        """Take the weights anew, from these layers, which are validated as at construction.
-
-        Weights changed in place are noticed by `materialize` without this, except where they were written through `.data`.
-        """
-        for index, layer in enumerate(layers):
-            projection, is_joined = down_projection_of(check_attributes(layer, index, _ATTRIBUTES, "latent"))
-            if projection is None:
-                check_attributes(layer, index, (PROJECTION,), "latent")
-            elif is_joined:
-                check_attributes(layer, index, ("q_lora_rank",), "latent")
-        facts = tuple(latent_facts_of(layer) for layer in layers)
-        validate_latent(
-            facts,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            is_neox_style=self.is_neox_style,
-            shared_rope=rope_facts(self.rotary_emb, self.qk_rope_head_dim),
-        )
-        check_epsilons([fact.norm_eps for fact in facts], "kv_a_layernorm", "latent")
-        self.facts: tuple[LatentFacts, ...] = facts
-        self._layers = tuple(layers)
-        self._stack()
+        super().__init__(layers, rotary_emb, device, max_position_hint, backend)
 
     def materialize(self, ctx_hidden: Tensor, positions: Tensor, write_layer_latent: WriteLayerLatent) -> None:
         """The cache rows of the context, handed over layer by layer.
@@ -132,14 +97,10 @@ class FusedLatentKV:
     @torch.no_grad()
     def compute(self, ctx_hidden: Tensor, positions: Tensor) -> Tensor:
         """As `materialize`, but returned: `[L, T, kv_lora_rank + qk_rope_head_dim]`."""
-        if checked_tokens(ctx_hidden, "latent") == 0:
+        if checked_tokens(ctx_hidden, self._path) == 0:
             width = self.kv_lora_rank + self.qk_rope_head_dim
             return torch.empty((self.num_layers, 0, width), dtype=self.dtype, device=self.device)
-        positions = checked_positions(ctx_hidden, positions, self.hidden_size, "latent")
-        self._table.serve(positions)
-        if self._weight_versions() != self._versions:
-            self.refresh_weights(self._layers)
-
+        positions = self._ready(ctx_hidden, positions)
         run = fused_latent_norm_rope if self.backend == "triton" else _eager_latent_norm_rope
         return run(
             self.project(ctx_hidden.to(self.device, self.dtype)),
@@ -155,41 +116,31 @@ class FusedLatentKV:
     def project(self, ctx_hidden: Tensor) -> Tensor:
         """The stacked projection alone, bias included: `[T, hidden_size]` in the stack's dtype and device to
         `[T, L, kv_lora_rank + qk_rope_head_dim]`, per layer the latent before its norm, then k_pe before its rotation."""
-        flat = (
-            torch.mm(ctx_hidden, self._weight)
-            if self._bias is None
-            else torch.addmm(self._bias, ctx_hidden, self._weight)
+        return self._projected(ctx_hidden)
+
+    # --- what StackedPath asks for ---
+
+    def _validated(self, layers: Sequence[Any]) -> tuple[LatentFacts, ...]:
+        for index, layer in enumerate(layers):
+            projection, is_joined = down_projection_of(check_attributes(layer, index, _ATTRIBUTES, self._path))
+            if projection is None:
+                check_attributes(layer, index, (PROJECTION,), self._path)
+            elif is_joined:
+                check_attributes(layer, index, ("q_lora_rank",), self._path)
+        facts = tuple(latent_facts_of(layer) for layer in layers)
+        validate_latent(
+            facts,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            is_neox_style=self.is_neox_style,
+            shared_rope=rope_facts(self.rotary_emb, self.qk_rope_head_dim),
         )
-        return flat.view(ctx_hidden.shape[0], self.num_layers, self.kv_lora_rank + self.qk_rope_head_dim)
+        check_epsilons([fact.norm_eps for fact in facts], "kv_a_layernorm", self._path)
+        return facts
 
-    def _stack(self) -> None:
-        attns = [layer.self_attn for layer in self._layers]
-        weights, biases, norms = [], [], []
-        for attn in attns:
-            projection, is_joined = down_projection_of(attn)
-            rows = slice(int(attn.q_lora_rank) if is_joined else 0, None)
-            weights.append(projection.weight.detach()[rows].to(self.device))
-            bias = getattr(projection, "bias", None)
-            if bias is not None:
-                biases.append(bias.detach()[rows].to(self.device, weights[0].dtype))
-            norm = attn.kv_a_layernorm.weight.detach().to(self.device, torch.float32)
-            norms.append(1.0 + norm if norm_kind_of(attn.kv_a_layernorm) == "gemma" else norm)
-        self.num_layers = len(attns)
-        self.hidden_size = int(weights[0].shape[1])
-        self.dtype = weights[0].dtype
-        self._weight = torch.cat(weights).T.contiguous()
-        self._bias = torch.cat(biases) if biases else None
-        self._norm_weight = torch.stack(norms)
-        epsilons = [norm_eps_of(attn.kv_a_layernorm) for attn in attns]
-        self._eps = torch.tensor(epsilons, dtype=torch.float32, device=self.device)
-        self._versions = self._weight_versions()
-
-    def _weight_versions(self) -> list[tuple[int, int, int]]:
-        tensors = []
-        for layer in self._layers:
-            projection, _ = down_projection_of(layer.self_attn)
-            tensors += [projection.weight, getattr(projection, "bias", None), layer.self_attn.kv_a_layernorm.weight]
-        return weight_versions(tensors)
+    def _source(self, attn: Any) -> tuple[Any, slice, Any]:
+        projection, is_joined = down_projection_of(attn)
+        return projection, slice(int(attn.q_lora_rank) if is_joined else 0, None), attn.kv_a_layernorm
 
 
 # --- the same without triton ------------------------------------------------------------------------------------------------------------

@@ -37,21 +37,23 @@ from pytest_specdecode.errors import StackMismatchError, StackUnsupportedError
 from pytest_specdecode.fused_kv.stack import (
     DTYPES,
     LayerFacts,
+    Limits,
     axis_mismatch,
+    common_facts,
     differ,
-    dtype_name,
+    dtype_limit,
     due_values,
-    first_beyond_limit,
     first_known,
     int_attribute,
-    matrix_shape,
     mismatch,
-    no_usable_table,
-    norm_eps_of,
-    norm_kind_of,
-    quantization_of,
+    norm_kind_limit,
+    norm_width_of,
+    plain_shape,
+    quantization_limit,
     rope_facts,
+    table_limit,
     table_mismatches,
+    unsupported,
 )
 
 #: What all layers of a latent stack must agree in. Each has a validator here, a strategy and a line in the documentation.
@@ -177,10 +179,7 @@ def latent_mismatches(
     table = first_known(ropes, "rope_table")
     for layer, fact in enumerate(facts):
         yield from _layer_checks(layer, fact, due, table)
-    if shared_rope is not None and shared_rope.rope_problem is not None:
-        yield no_usable_table(shared_rope.rope_problem, path="latent")
-    for axis, expected, text, offends in _LIMITS:
-        yield from first_beyond_limit(axis, expected, text, [offends(fact) for fact in facts], path="latent")
+    yield from unsupported(facts, shared_rope, _LIMITS, qk_rope_head_dim, path="latent")
 
 
 def latent_facts_of(layer: Any) -> LatentFacts:
@@ -194,31 +193,17 @@ def latent_facts_of(layer: Any) -> LatentFacts:
     kv_lora_rank, rope_dim = int_attribute(attn, "kv_lora_rank"), int_attribute(attn, "qk_rope_head_dim")
     rope = rope_facts(getattr(attn, "rotary_emb", None), rope_dim)
     projection, is_joined = down_projection_of(attn)
-    weight, quantization = getattr(projection, "weight", None), quantization_of(projection)
-    rows, hidden = matrix_shape(weight) if quantization is None else (None, None)
     norm = getattr(attn, "kv_a_layernorm", None)
-    norm_weight = getattr(norm, "weight", None)
-    width = None if norm_weight is None else int(norm_weight.shape[-1])
+    width = norm_width_of(norm)
     return LatentFacts(
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=rope_dim,
-        is_neox_style=rope.is_neox_style,
-        rope_theta=rope.rope_theta,
-        rope_scaling=rope.rope_scaling,
-        hidden_size=hidden,
-        dtype=None if quantization is not None or weight is None else dtype_name(weight.dtype),
-        bias=None if projection is None else getattr(projection, "bias", None) is not None,
         latent_norm="none" if width is None else "latent" if width == kv_lora_rank else "whole",
-        norm_kind=None if norm is None else norm_kind_of(norm),
         q_lora_rank=int_attribute(attn, "q_lora_rank") if is_joined else None,
-        quantization=quantization,
-        norm_eps=None if norm is None else norm_eps_of(norm),
-        rows=rows,
+        rows=plain_shape(projection)[0],
         norm_width=width,
-        rotary_dim=rope.rotary_dim,
-        rope_problem=rope.rope_problem,
-        rope_table=rope.rope_table,
         context_norm=any(getattr(part, "supports_fused_context_kv", True) is False for part in (layer, attn)),
+        **common_facts(projection, norm, rope),
     )
 
 
@@ -314,19 +299,11 @@ def _row_check(layer: int, fact: LatentFacts, rank: int | None, rope_dim: int | 
     )
 
 
-def _table_limit(fact: LatentFacts) -> Any:
-    return fact.rope_problem
-
-
-def _dtype_limit(fact: LatentFacts) -> Any:
-    return fact.dtype if fact.dtype is not None and fact.dtype not in DTYPES else None
-
-
-def _no_norm_limit(fact: LatentFacts) -> Any:
+def _no_norm_limit(fact: LatentFacts, head_dim: int | None) -> Any:
     return "kv_a_layernorm=none" if fact.latent_norm == "none" else None
 
 
-def _whole_norm_limit(fact: LatentFacts) -> Any:
+def _whole_norm_limit(fact: LatentFacts, head_dim: int | None) -> Any:
     if fact.latent_norm != "whole":
         return None
     return (
@@ -336,24 +313,16 @@ def _whole_norm_limit(fact: LatentFacts) -> Any:
     )
 
 
-def _norm_kind_limit(fact: LatentFacts) -> Any:
-    return fact.norm_kind if fact.norm_kind not in (None, "rms", "gemma") else None
-
-
-def _quantization_limit(fact: LatentFacts) -> Any:
-    return fact.quantization
-
-
-def _context_norm_limit(fact: LatentFacts) -> Any:
+def _context_norm_limit(fact: LatentFacts, head_dim: int | None) -> Any:
     return "supports_fused_context_kv=False" if fact.context_norm else None
 
 
-_LIMITS: tuple[tuple[str, Any, str, Any], ...] = (
-    ("rope-scaling", "cos_sin_cache [positions, qk_rope_head_dim]", "RoPE without a usable table", _table_limit),
-    ("dtype", DTYPES, "a kv_a weight of this dtype", _dtype_limit),
+_LIMITS: Limits = (
+    ("rope-scaling", "cos_sin_cache [positions, qk_rope_head_dim]", "RoPE without a usable table", table_limit),
+    ("dtype", DTYPES, "a kv_a weight of this dtype", dtype_limit),
     ("latent-norm", "latent", "attention without a norm of the latent", _no_norm_limit),
     ("latent-norm", "latent", "a norm over anything but the latent", _whole_norm_limit),
-    ("norm-kind", ("rms", "gemma"), "this kind of kv_a_layernorm", _norm_kind_limit),
-    ("quantization", None, "a quantized down projection", _quantization_limit),
+    ("norm-kind", ("rms", "gemma"), "this kind of kv_a_layernorm", norm_kind_limit),
+    ("quantization", None, "a quantized down projection", quantization_limit),
     ("context-norm", False, "a norm of the context inside each layer", _context_norm_limit),
 )

@@ -17,32 +17,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pytest_specdecode.fused_kv.inputs import (
-    RopeTable,
-    check_attributes,
-    check_epsilons,
-    checked_positions,
-    checked_tokens,
-    chosen_backend,
-    weight_versions,
-)
+from pytest_specdecode.fused_kv.inputs import check_attributes, check_epsilons, checked_tokens
 from pytest_specdecode.fused_kv.kernel import fused_norm_rope
-from pytest_specdecode.fused_kv.stack import (
-    LayerFacts,
-    facts_of,
-    norm_eps_of,
-    norm_kind_of,
-    rope_facts,
-    validate,
-    value_scale_of,
-)
+from pytest_specdecode.fused_kv.stack import LayerFacts, facts_of, rope_facts, validate, value_scale_of
+from pytest_specdecode.fused_kv.stacked import StackedPath
 
 WriteLayerKV = Callable[[int, Tensor, Tensor], object]
 
 _ATTRIBUTES = ("qkv_proj", "q_size", "kv_size", "num_kv_heads", "head_dim", "rotary_emb")
 
 
-class FusedKV:
+class FusedKV(StackedPath):
     """The stacked K/V path of a draft.
 
     Args:
@@ -65,6 +50,9 @@ class FusedKV:
         StackRangeError: the rope table is shorter than the hint and does not grow.
     """
 
+    _path = "KV"
+    facts: tuple[LayerFacts, ...]
+
     def __init__(
         self,
         layers: Sequence[Any],
@@ -76,31 +64,10 @@ class FusedKV:
         *,
         backend: Literal["auto", "triton", "eager"] = "auto",
     ) -> None:
-        self.rotary_emb = rotary_emb
         self.num_kv_heads = int(num_kv_heads)
         self.head_dim = int(head_dim)
-        self.device = torch.device(device)
-        self.max_position_hint = max_position_hint
         self.rotary_dim = int(getattr(rotary_emb, "rotary_dim", self.head_dim))
-        self.backend = chosen_backend(backend)
-        self.refresh_weights(layers)
-        self._table = RopeTable(rotary_emb, "KV")
-        if max_position_hint is not None:
-            self._table.reach(max(max_position_hint - 1, 0), served=False)
-
-    def refresh_weights(self, layers: Sequence[Any]) -> None:
-        """Take the weights anew, from these layers, which are validated as at construction.
-
-        Weights changed in place are noticed by `materialize` without this, except where they were written through `.data`.
-        """
-        for index, layer in enumerate(layers):
-            check_attributes(layer, index, _ATTRIBUTES, "KV")
-        facts = tuple(facts_of(layer) for layer in layers)
-        self._validate(facts)
-        check_epsilons([fact.norm_eps for fact in facts], "k_norm", "KV")
-        self.facts = facts
-        self._layers = tuple(layers)
-        self._stack()
+        super().__init__(layers, rotary_emb, device, max_position_hint, backend)
 
     def materialize(self, ctx_hidden: Tensor, positions: Tensor, write_layer_kv: WriteLayerKV) -> None:
         """K and V of the context, handed over layer by layer.
@@ -125,16 +92,12 @@ class FusedKV:
     @torch.no_grad()
     def compute(self, ctx_hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As `materialize`, but returned: K and V, each `[L, T, num_kv_heads, head_dim]`."""
-        if checked_tokens(ctx_hidden, "KV") == 0:
+        if checked_tokens(ctx_hidden, self._path) == 0:
             shape = (self.num_layers, 0, self.num_kv_heads, self.head_dim)
             return torch.empty(shape, dtype=self.dtype, device=self.device), torch.empty(
                 shape, dtype=self.dtype, device=self.device
             )
-        positions = checked_positions(ctx_hidden, positions, self.hidden_size, "KV")
-        self._table.serve(positions)
-        if self._weight_versions() != self._versions:
-            self.refresh_weights(self._layers)
-
+        positions = self._ready(ctx_hidden, positions)
         kv = self.project(ctx_hidden.to(self.device, self.dtype))
         run = fused_norm_rope if self.backend == "triton" else _eager_norm_rope
         return run(
@@ -149,53 +112,12 @@ class FusedKV:
             value_scale=self.value_scale,
         )
 
-    # --- weights ---
-
-    def _validate(self, facts: tuple[LayerFacts, ...]) -> None:
-        validate(
-            facts,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rotary_dim=self.rotary_dim,
-            is_neox_style=bool(getattr(self.rotary_emb, "is_neox_style", True)),
-            shared_rope=rope_facts(self.rotary_emb, self.head_dim),
-        )
-
-    def _stack(self) -> None:
-        attns = [layer.self_attn for layer in self._layers]
-        weights, biases, norms = [], [], []
-        for attn in attns:
-            rows = slice(attn.q_size, attn.q_size + 2 * self.num_kv_heads * self.head_dim)
-            weights.append(attn.qkv_proj.weight.detach()[rows].to(self.device))
-            bias = getattr(attn.qkv_proj, "bias", None)
-            if bias is not None:
-                biases.append(bias.detach()[rows].to(self.device, weights[0].dtype))
-            norm = attn.k_norm.weight.detach().to(self.device, torch.float32)
-            norms.append(1.0 + norm if norm_kind_of(attn.k_norm) == "gemma" else norm)
-        self.num_layers = len(attns)
-        self.hidden_size = int(weights[0].shape[1])
-        self.dtype = weights[0].dtype
-        self.value_scale = value_scale_of(attns[0])
-        self._weight = torch.cat(weights).T.contiguous()
-        self._bias = torch.cat(biases) if biases else None
-        self._norm_weight = torch.stack(norms)
-        self._context_norms = [
-            norm for layer in self._layers if (norm := getattr(layer, "context_norm", None)) is not None
-        ]
-        self._eps = torch.tensor([norm_eps_of(attn.k_norm) for attn in attns], dtype=torch.float32, device=self.device)
-        self._versions = self._weight_versions()
-
     def project(self, ctx_hidden: Tensor) -> Tensor:
         """The stacked projection alone, bias included: `[T, hidden_size]` in the stack's dtype and device to
         `[T, L, 2 * num_kv_heads * head_dim]`, per layer the K heads, then the V heads. What V must equal bit for bit."""
         if self._context_norms:
             return self._project_normed(ctx_hidden)
-        flat = (
-            torch.mm(ctx_hidden, self._weight)
-            if self._bias is None
-            else torch.addmm(self._bias, ctx_hidden, self._weight)
-        )
-        return flat.view(ctx_hidden.shape[0], self.num_layers, 2 * self.num_kv_heads * self.head_dim)
+        return self._projected(ctx_hidden)
 
     def _project_normed(self, ctx_hidden: Tensor) -> Tensor:
         """As `project`, layer l reading the context through its own norm."""
@@ -206,12 +128,33 @@ class FusedKV:
             rows = rows + self._bias.view(self.num_layers, 1, -1)
         return rows.transpose(0, 1).contiguous()
 
-    def _weight_versions(self) -> list[tuple[int, int, int]]:
-        tensors = []
-        for layer in self._layers:
-            attn = layer.self_attn
-            tensors += [attn.qkv_proj.weight, getattr(attn.qkv_proj, "bias", None), attn.k_norm.weight]
-        return weight_versions(tensors)
+    # --- what StackedPath asks for ---
+
+    def _validated(self, layers: Sequence[Any]) -> tuple[LayerFacts, ...]:
+        for index, layer in enumerate(layers):
+            check_attributes(layer, index, _ATTRIBUTES, self._path)
+        facts = tuple(facts_of(layer) for layer in layers)
+        validate(
+            facts,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotary_dim=self.rotary_dim,
+            is_neox_style=bool(getattr(self.rotary_emb, "is_neox_style", True)),
+            shared_rope=rope_facts(self.rotary_emb, self.head_dim),
+        )
+        check_epsilons([fact.norm_eps for fact in facts], "k_norm", self._path)
+        return facts
+
+    def _source(self, attn: Any) -> tuple[Any, slice, Any]:
+        rows = slice(attn.q_size, attn.q_size + 2 * self.num_kv_heads * self.head_dim)
+        return attn.qkv_proj, rows, attn.k_norm
+
+    def _stack(self) -> None:
+        super()._stack()
+        self.value_scale = value_scale_of(self._layers[0].self_attn)
+        self._context_norms = [
+            norm for layer in self._layers if (norm := getattr(layer, "context_norm", None)) is not None
+        ]
 
 
 # --- the same without triton ------------------------------------------------------------------------------------------------------------

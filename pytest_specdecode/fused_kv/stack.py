@@ -37,7 +37,7 @@ What happens to each condition that SGLang's helper does not check:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,7 +175,7 @@ def mismatches(
     for layer, fact in enumerate(facts):
         yield from _sglang_checks(layer, fact, num_kv_heads, head_dim, rotary_dim, is_neox_style)
     yield from _remaining_axes(facts, shared_rope, num_kv_heads, head_dim, rotary_dim)
-    yield from _unsupported(facts, shared_rope, head_dim)
+    yield from unsupported(facts, shared_rope, _LIMITS, head_dim)
 
 
 def facts_of(layer: Any) -> LayerFacts:
@@ -188,37 +188,40 @@ def facts_of(layer: Any) -> LayerFacts:
     attn = layer.self_attn
     head_dim, num_kv_heads = int_attribute(attn, "head_dim"), int_attribute(attn, "num_kv_heads")
     rope = rope_facts(getattr(attn, "rotary_emb", None), head_dim)
-    q_size, kv_size = int_attribute(attn, "q_size"), int_attribute(attn, "kv_size")
-    qkv = getattr(attn, "qkv_proj", None)
-    weight, quantization = getattr(qkv, "weight", None), quantization_of(qkv)
-    rows, hidden = matrix_shape(weight) if quantization is None else (None, None)
-    norm = getattr(attn, "k_norm", None)
-    norm_weight = getattr(norm, "weight", None)
-    width = None if norm_weight is None else int(norm_weight.shape[-1])
+    qkv, norm = getattr(attn, "qkv_proj", None), getattr(attn, "k_norm", None)
+    width = norm_width_of(norm)
     return LayerFacts(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rotary_dim=rope.rotary_dim,
-        is_neox_style=rope.is_neox_style,
-        rope_theta=rope.rope_theta,
-        rope_scaling=rope.rope_scaling,
-        hidden_size=hidden,
-        dtype=None if quantization is not None or weight is None else dtype_name(weight.dtype),
-        bias=None if qkv is None else getattr(qkv, "bias", None) is not None,
         k_norm="none" if width is None else "per-head" if width == head_dim else "whole",
-        norm_kind=None if norm is None else norm_kind_of(norm),
         v_head_dim=_v_head_dim(attn, head_dim, num_kv_heads),
         value_scale=value_scale_of(attn),
-        q_size=q_size,
-        quantization=quantization,
-        norm_eps=None if norm is None else norm_eps_of(norm),
-        kv_size=kv_size,
-        qkv_rows=rows,
+        q_size=int_attribute(attn, "q_size"),
+        kv_size=int_attribute(attn, "kv_size"),
+        qkv_rows=plain_shape(qkv)[0],
         k_norm_width=width,
-        rope_problem=rope.rope_problem,
-        rope_table=rope.rope_table,
         context_norm=context_norm_of(layer),
+        **common_facts(qkv, norm, rope),
     )
+
+
+def common_facts(projection: Any, norm: Any, rope: LayerFacts) -> dict[str, Any]:
+    """The facts that every kind of layer has: of the projection that is stacked, the norm of what it gives, and the rotary object."""
+    weight, quantization = getattr(projection, "weight", None), quantization_of(projection)
+    return {
+        "rotary_dim": rope.rotary_dim,
+        "is_neox_style": rope.is_neox_style,
+        "rope_theta": rope.rope_theta,
+        "rope_scaling": rope.rope_scaling,
+        "rope_problem": rope.rope_problem,
+        "rope_table": rope.rope_table,
+        "hidden_size": plain_shape(projection)[1],
+        "dtype": None if quantization is not None or weight is None else dtype_name(weight.dtype),
+        "bias": None if projection is None else getattr(projection, "bias", None) is not None,
+        "norm_kind": None if norm is None else norm_kind_of(norm),
+        "norm_eps": None if norm is None else norm_eps_of(norm),
+        "quantization": quantization,
+    }
 
 
 def context_norm_of(layer: Any) -> str:
@@ -406,22 +409,24 @@ def _row_check(layer: int, fact: LayerFacts, kv_size: int | None) -> Iterator[St
     )
 
 
-def _unsupported(
-    facts: Sequence[LayerFacts], shared_rope: LayerFacts | None, head_dim: int | None
-) -> Iterator[StackUnsupportedError]:
-    """What all layers may agree in but the path cannot do; each once, for the first layer that has it."""
-    if shared_rope is not None and shared_rope.rope_problem is not None:
-        yield no_usable_table(shared_rope.rope_problem)
-    for axis, due, text, offends in _LIMITS:
-        yield from first_beyond_limit(axis, due, text, [offends(fact, head_dim) for fact in facts])
-
-
-def _table_limit(fact: LayerFacts, head_dim: int | None) -> Any:
+def table_limit(fact: Any, head_dim: int | None) -> Any:
+    """Why the layer's rope table cannot be used."""
     return fact.rope_problem
 
 
-def _dtype_limit(fact: LayerFacts, head_dim: int | None) -> Any:
+def dtype_limit(fact: Any, head_dim: int | None) -> Any:
+    """A dtype that the kernels do not read."""
     return fact.dtype if fact.dtype is not None and fact.dtype not in DTYPES else None
+
+
+def norm_kind_limit(fact: Any, head_dim: int | None) -> Any:
+    """A kind of norm that is not known."""
+    return fact.norm_kind if fact.norm_kind not in (None, "rms", "gemma") else None
+
+
+def quantization_limit(fact: Any, head_dim: int | None) -> Any:
+    """How the projection is quantised."""
+    return fact.quantization
 
 
 def _no_norm_limit(fact: LayerFacts, head_dim: int | None) -> Any:
@@ -434,31 +439,26 @@ def _whole_norm_limit(fact: LayerFacts, head_dim: int | None) -> Any:
     return "k_norm over another width" if fact.k_norm_width is None else f"k_norm over {fact.k_norm_width} features"
 
 
-def _norm_kind_limit(fact: LayerFacts, head_dim: int | None) -> Any:
-    return fact.norm_kind if fact.norm_kind not in (None, "rms", "gemma") else None
-
-
 def _v_limit(fact: LayerFacts, head_dim: int | None) -> Any:
     due = head_dim if head_dim is not None else fact.head_dim
     return fact.v_head_dim if differ(due, fact.v_head_dim) else None
-
-
-def _quantization_limit(fact: LayerFacts, head_dim: int | None) -> Any:
-    return fact.quantization
 
 
 def _context_norm_limit(fact: LayerFacts, head_dim: int | None) -> Any:
     return "supports_fused_context_kv=False" if fact.context_norm == "hidden" else None
 
 
-_LIMITS: tuple[tuple[str, Any, str, Any], ...] = (
-    ("rope-scaling", "cos_sin_cache [positions, rotary_dim]", "RoPE without a usable table", _table_limit),
-    ("dtype", DTYPES, "a qkv weight of this dtype", _dtype_limit),
+#: What a path cannot do: axis, what is due, the thing, and what a layer has of it, given its facts and the width of a head.
+Limits = Sequence[tuple[str, Any, str, Callable[[Any, int | None], Any]]]
+
+_LIMITS: Limits = (
+    ("rope-scaling", "cos_sin_cache [positions, rotary_dim]", "RoPE without a usable table", table_limit),
+    ("dtype", DTYPES, "a qkv weight of this dtype", dtype_limit),
     ("k-norm", "per-head", "attention without k_norm", _no_norm_limit),
     ("k-norm", "per-head", "k_norm over anything but one head", _whole_norm_limit),
-    ("norm-kind", ("rms", "gemma"), "this kind of k_norm", _norm_kind_limit),
+    ("norm-kind", ("rms", "gemma"), "this kind of k_norm", norm_kind_limit),
     ("v-head-dim", "head_dim", "v_head_dim other than head_dim", _v_limit),
-    ("quantization", None, "quantized qkv_proj", _quantization_limit),
+    ("quantization", None, "quantized qkv_proj", quantization_limit),
     ("context-norm", False, "a norm of the context inside each layer", _context_norm_limit),
 )
 
@@ -533,30 +533,28 @@ def table_mismatches(
         )
 
 
-def no_usable_table(problem: str, *, path: str = "KV") -> StackUnsupportedError:
-    """The error for a shared rotary object whose table cannot be used."""
-    return StackUnsupportedError(
-        f"RoPE without a usable table is not supported for fused {path} path: {problem}.",
-        axis="rope-scaling",
-        expected="cos_sin_cache [positions, rotary_dim]",
-        got=problem,
-    )
-
-
-def first_beyond_limit(
-    axis: str, due: Any, text: str, offences: Sequence[Any], *, path: str = "KV"
+def unsupported(
+    facts: Sequence[Any], shared_rope: LayerFacts | None, limits: Limits, head_dim: int | None, *, path: str = "KV"
 ) -> Iterator[StackUnsupportedError]:
-    """The error for the first layer that has what the path cannot do, `text`; `offences` has None for a layer that has not."""
-    for layer, got in enumerate(offences):
-        if got is not None:
+    """What all layers may agree in but the path cannot do; each of `limits` once, for the first layer that is beyond it."""
+    if shared_rope is not None and shared_rope.rope_problem is not None:
+        yield StackUnsupportedError(
+            f"RoPE without a usable table is not supported for fused {path} path: {shared_rope.rope_problem}.",
+            axis="rope-scaling",
+            expected="cos_sin_cache [positions, rotary_dim]",
+            got=shared_rope.rope_problem,
+        )
+    for axis, due, text, offends in limits:
+        found = [offends(fact, head_dim) for fact in facts]
+        layer = next((index for index, got in enumerate(found) if got is not None), None)
+        if layer is not None:
             yield StackUnsupportedError(
-                f"{text} is not supported for fused {path} path: {got} at layer {layer}.",
+                f"{text} is not supported for fused {path} path: {found[layer]} at layer {layer}.",
                 axis=axis,
                 expected=due,
-                got=got,
+                got=found[layer],
                 layer=layer,
             )
-            return
 
 
 def due_values(axes: Sequence[tuple[str, str, str]], facts: Sequence[Any], ropes: Sequence[Any]) -> dict[str, Any]:
@@ -596,11 +594,18 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def matrix_shape(weight: Any) -> tuple[int | None, int | None]:
-    """Rows and columns, unknown where it is no matrix."""
-    if weight is None or len(weight.shape) != 2:
+def plain_shape(projection: Any) -> tuple[int | None, int | None]:
+    """Rows and columns of a projection's weight, unknown where it is quantised or no matrix."""
+    weight = getattr(projection, "weight", None)
+    if weight is None or len(weight.shape) != 2 or quantization_of(projection) is not None:
         return None, None
     return int(weight.shape[0]), int(weight.shape[1])
+
+
+def norm_width_of(norm: Any) -> int | None:
+    """Entries of a norm's weight, or None without one."""
+    weight = getattr(norm, "weight", None)
+    return None if weight is None else int(weight.shape[-1])
 
 
 def _v_head_dim(attn: Any, head_dim: int | None, num_kv_heads: int | None) -> int | None:

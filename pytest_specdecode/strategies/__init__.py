@@ -14,16 +14,10 @@ from __future__ import annotations
 from pytest_specdecode.strategies.configs import LayerConfig, layer_configs
 from pytest_specdecode.strategies.heterogeneous import BrokenStack, heterogeneous_stacks
 from pytest_specdecode.strategies.kernels import LAYOUTS, POSITION_KINDS, KernelInput, kernel_inputs
-from pytest_specdecode.strategies.latents import (
-    BrokenLatentStack,
-    LatentConfig,
-    LatentInput,
-    LatentStack,
-    heterogeneous_latent_stacks,
-    homogeneous_latent_stacks,
-    latent_configs,
-    latent_kernel_inputs,
-)
+from pytest_specdecode.strategies.latent_config import LatentConfig, latent_configs
+from pytest_specdecode.strategies.latent_heterogeneous import BrokenLatentStack, heterogeneous_latent_stacks
+from pytest_specdecode.strategies.latent_kernel import LatentInput, latent_kernel_inputs
+from pytest_specdecode.strategies.latent_stack import LatentStack, homogeneous_latent_stacks
 from pytest_specdecode.strategies.stacks import Stack, homogeneous_stacks
 from pytest_specdecode.strategies.tensors import KINDS
 

@@ -46,8 +46,30 @@ MAX_POSITIONS = (64, 300)
 class Configuration:
     """What the configurations of a layer have in common: fields that follow from others unless they are given, and a short print.
 
-    Subclasses are frozen keyword-only dataclasses whose following fields have the default DERIVED.
+    Subclasses are frozen keyword-only dataclasses whose following fields have the default DERIVED; all have the fields named here.
     """
+
+    hidden_size: int
+    rope_theta: float
+    rope_scaling: Mapping[str, Any]
+    is_neox_style: bool
+    max_position_embeddings: int
+    table_breaks_at: int | None
+    dtype: str
+    norm_eps: float
+    norm_kind: Literal["rms", "gemma"]
+
+    @property
+    def rope(self) -> RopeSpec:
+        """The rotation as a RopeSpec."""
+        return RopeSpec(
+            theta=self.rope_theta,
+            rope_type=str(self.rope_scaling.get("rope_type", "default")),
+            rotary_dim=self.rotating_lanes,
+            is_neox_style=self.is_neox_style,
+            scaling=self.rope_scaling,
+            max_position_embeddings=self.max_position_embeddings,
+        )
 
     def __post_init__(self) -> None:
         for name, value in self._derived().items():
@@ -68,6 +90,11 @@ class Configuration:
         return f"{type(self).__name__}({body})"
 
     def _derived(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    @property
+    def rotating_lanes(self) -> int:
+        """How many lanes rotate: of a head, or of k_pe."""
         raise NotImplementedError
 
 
@@ -138,14 +165,7 @@ class LayerConfig(Configuration):
             head_dim=self.head_dim,
             in_features=self.hidden_size,
             out_features=self.hidden_size,
-            rope=RopeSpec(
-                theta=self.rope_theta,
-                rope_type=str(self.rope_scaling.get("rope_type", "default")),
-                rotary_dim=self.rotary_dim,
-                is_neox_style=self.is_neox_style,
-                scaling=self.rope_scaling,
-                max_position_embeddings=self.max_position_embeddings,
-            ),
+            rope=self.rope,
             qk_norm=self.k_norm != "none",
             qkv_bias=self.bias,
             value_scale=self.value_scale,
@@ -157,6 +177,11 @@ class LayerConfig(Configuration):
             "v_head_dim": self.head_dim,
             "q_size": self.num_heads * self.head_dim,
         }
+
+    @property
+    def rotating_lanes(self) -> int:
+        """rotary_dim."""
+        return self.rotary_dim
 
 
 def layer_configs(

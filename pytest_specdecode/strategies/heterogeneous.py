@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hypothesis import reject
 from hypothesis import strategies as st
@@ -24,7 +24,6 @@ from pytest_specdecode.strategies.arguments import (
     choice,
     fixed,
     instance,
-    integer,
 )
 from pytest_specdecode.strategies.configs import (
     HEAD_DIMS,
@@ -35,12 +34,17 @@ from pytest_specdecode.strategies.configs import (
     QUERY_GROUPS,
     ROPE_THETAS,
     VALUE_SCALES,
+    Configuration,
     LayerConfig,
     layer_configs,
     rope_scalings,
 )
-from pytest_specdecode.strategies.stacks import Stack
-from pytest_specdecode.strategies.tensors import KINDS, SEEDS
+from pytest_specdecode.strategies.stacks import LayerStack, Stack, numbers_of_stacks
+
+Broken = TypeVar("Broken")
+
+#: Fields of a configuration to be changed, one mapping per way to be odd.
+Changes = Iterator[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,52 +115,91 @@ def heterogeneous_stacks(
 
     See also: `homogeneous_stacks` for those that must be served.
     """
+    return stacks_with_an_odd_layer(
+        _ODD_LAYERS,
+        axis=axis,
+        min_layers=min_layers,
+        max_layers=max_layers,
+        config=config,
+        weights=weights,
+        norms=norms,
+        seed=seed,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OddLayers(Generic[Broken]):
+    """What has to be known of a kind of layers to make one of them odd.
+
+    Attributes:
+        axes, soft_axes: in what a layer can be odd.
+        config: class of the layers' configurations.
+        configs: by axis, the configurations that leave room for another value of it, or most of which do.
+        changes: by axis, the changes to a configuration that make it odd.
+        due: from the axis, the usual and the odd configuration and the odd layer: the layer to be reported, the values expected and got.
+        stack, broken: classes of the stacks, and of what is drawn, made of the fields of `BrokenStack`.
+    """
+
+    axes: tuple[str, ...]
+    soft_axes: tuple[str, ...]
+    config: type[Configuration]
+    configs: Callable[[str], SearchStrategy[Any]]
+    changes: Mapping[str, Callable[[Any], Changes]]
+    due: Callable[[str, Any, Any, int], tuple[int | None, Any, Any]]
+    stack: type[LayerStack]
+    broken: Callable[..., Broken]
+
+
+def stacks_with_an_odd_layer(
+    kind: OddLayers[Broken],
+    *,
+    axis: ValueOr[str] | None,
+    min_layers: int,
+    max_layers: int,
+    config: ValueOr[Any] | None,
+    weights: ValueOr[str] | None,
+    norms: ValueOr[str] | None,
+    seed: ValueOr[int] | None,
+) -> SearchStrategy[Broken]:
+    """Stacks of a kind; the other arguments as `heterogeneous_stacks` says."""
     check_bounds("min_layers", min_layers, "max_layers", max_layers, least=2)
-    shared = None if config is None else argument("config", config, layer_configs(), instance(LayerConfig))
+    shared = None if config is None else argument("config", config, st.nothing(), instance(kind.config))
     given = fixed(config)
-    roomy: tuple[str, ...] = AXES
-    if given is not None:
-        roomy = tuple(each for each in AXES if any(_CHANGES[each](given)))
-    choices = argument("axis", axis, st.sampled_from(roomy), choice((*AXES, *SOFT_AXES)))
-    if given is not None and fixed(axis) in AXES and fixed(axis) not in roomy:
+    roomy = kind.axes if given is None else tuple(each for each in kind.axes if any(kind.changes[each](given)))
+    choices = argument("axis", axis, st.sampled_from(roomy), choice((*kind.axes, *kind.soft_axes)))
+    if given is not None and fixed(axis) in kind.axes and fixed(axis) not in roomy:
         raise InvalidArgument(f"config={given!r} leaves no room for another value of axis={axis!r}")
-    return _heterogeneous_stacks(
+    return _broken(
+        kind,
         axis=choices,
         num_layers=st.integers(min_layers, max_layers),
         config=shared,
-        weights=argument("weights", weights, st.sampled_from(KINDS), choice(KINDS)),
-        norms=argument("norms", norms, st.sampled_from(KINDS), choice(KINDS)),
-        seed=argument("seed", seed, SEEDS, integer(0)),
+        **numbers_of_stacks(weights, norms, seed),
     )
 
 
 @st.composite
-def _heterogeneous_stacks(
+def _broken(
     draw: DrawFn,
+    kind: OddLayers[Broken],
     /,
     *,
     axis: SearchStrategy[str],
     num_layers: SearchStrategy[int],
-    config: SearchStrategy[LayerConfig] | None,
-    weights: SearchStrategy[str],
-    norms: SearchStrategy[str],
-    seed: SearchStrategy[int],
-) -> BrokenStack:
+    config: SearchStrategy[Any] | None,
+    **numbers: SearchStrategy[Any],
+) -> Broken:
     name, count = draw(axis), draw(num_layers)
     odd_layer = draw(st.sampled_from([*range(1, count), 0]))
-    if config is None:
-        room: dict[str, Any] = {"head_dim": st.sampled_from(_ROOMY)} if name == "rotary-dim" else {}
-        shared = draw(layer_configs(**room))
-    else:
-        shared = draw(config)
-    changes = list(_CHANGES[name](shared))
+    shared = draw(kind.configs(name) if config is None else config)
+    changes = list(kind.changes[name](shared))
     if not changes:
         reject()
     odd = shared.changed(**draw(st.sampled_from(changes)))
     configs = [odd if layer == odd_layer else shared for layer in range(count)]
-    stack = Stack(configs=configs, weights=draw(weights), norms=draw(norms), seed=draw(seed))
-    layer, expected, got = _due(name, shared, odd, odd_layer)
-    return BrokenStack(axis=name, odd_layer=odd_layer, layer=layer, expected=expected, got=got, stack=stack)
+    stack = kind.stack(configs=configs, **{name: draw(strategy) for name, strategy in numbers.items()})
+    layer, expected, got = kind.due(name, shared, odd, odd_layer)
+    return kind.broken(axis=name, odd_layer=odd_layer, layer=layer, expected=expected, got=got, stack=stack)
 
 
 def _due(axis: str, shared: LayerConfig, odd: LayerConfig, odd_layer: int) -> tuple[int | None, Any, Any]:
@@ -175,34 +218,38 @@ def _due(axis: str, shared: LayerConfig, odd: LayerConfig, odd_layer: int) -> tu
 
 # --- what an axis is, and how a layer can be odd in it ------------------------------------------------------------------------------------
 
-#: The value of an axis that a configuration has, as an error names it.
-_VALUES: dict[str, Callable[[LayerConfig], Any]] = {
-    "num-kv-heads": lambda config: config.num_kv_heads,
-    "head-dim": lambda config: config.head_dim,
-    "rotary-dim": lambda config: config.rotary_dim,
+#: The value of an axis that a configuration of any kind of layer has, as an error names it.
+COMMON_VALUES: dict[str, Callable[[Any], Any]] = {
     "rope-style": lambda config: config.is_neox_style,
     "rope-theta": lambda config: config.rope_theta,
     "rope-scaling": lambda config: normal_scaling(config.rope_scaling),
     "hidden-size": lambda config: config.hidden_size,
     "dtype": lambda config: config.dtype,
     "bias": lambda config: config.bias,
-    "k-norm": lambda config: config.k_norm,
     "norm-kind": lambda config: config.norm_kind,
+    "quantization": lambda config: config.quantization or "none",
+    "norm-eps": lambda config: config.norm_eps,
+}
+
+_VALUES: dict[str, Callable[[LayerConfig], Any]] = {
+    **COMMON_VALUES,
+    "num-kv-heads": lambda config: config.num_kv_heads,
+    "head-dim": lambda config: config.head_dim,
+    "rotary-dim": lambda config: config.rotary_dim,
+    "k-norm": lambda config: config.k_norm,
     "v-head-dim": lambda config: config.v_head_dim,
     "value-scale": lambda config: config.value_scale,
     "q-size": lambda config: config.q_size,
-    "quantization": lambda config: config.quantization or "none",
-    "norm-eps": lambda config: config.norm_eps,
 }
 
 #: Heads in which another even number of lanes can rotate.
 _ROOMY = [width for width in HEAD_DIMS if width >= 4]
 
-Changes = Iterator[Mapping[str, Any]]
 
+def others(field: str, values: Sequence[Any]) -> Callable[[Any], Changes]:
+    """The changes of one field to each other one of `values`."""
 
-def _others(field: str, values: Sequence[Any]) -> Callable[[LayerConfig], Changes]:
-    def changes(config: LayerConfig) -> Changes:
+    def changes(config: Any) -> Changes:
         yield from ({field: value} for value in values if value != getattr(config, field))
 
     return changes
@@ -229,10 +276,10 @@ def _other_rotary_dims(config: LayerConfig) -> Changes:
             yield {"rotary_dim": lanes}
 
 
-def _other_scalings(config: LayerConfig) -> Changes:
+def _other_scalings(config: Configuration) -> Changes:
     """Another scaling stated; or the same one stated and a table that does not follow it."""
-    usual = normal_scaling(config.rope_scaling)
-    yield from ({"rope_scaling": each} for each in rope_scalings(config.rotary_dim) if normal_scaling(each) != usual)
+    usual, scalings = normal_scaling(config.rope_scaling), rope_scalings(config.rotating_lanes)
+    yield from ({"rope_scaling": each} for each in scalings if normal_scaling(each) != usual)
     for row in (1, 8):
         if row < min(config.max_position_embeddings, 256):
             yield {"table_breaks_at": row}
@@ -261,21 +308,42 @@ def _other_q_sizes(config: LayerConfig) -> Changes:
 
 _QUANTIZATIONS = ("int8", "float8_e4m3fn", "qweight", "weight_packed", "fp8", "Fp8LinearMethod")
 
+#: For the axes of any kind of layer, but rope-style, of which grouped-query layers can have only one.
+COMMON_CHANGES: dict[str, Callable[[Any], Changes]] = {
+    "rope-theta": others("rope_theta", ROPE_THETAS),
+    "rope-scaling": _other_scalings,
+    "hidden-size": others("hidden_size", HIDDEN_SIZES),
+    "dtype": others("dtype", DTYPES),
+    "bias": others("bias", (False, True)),
+    "norm-kind": others("norm_kind", NORM_KINDS),
+    "quantization": others("quantization", _QUANTIZATIONS),
+    "norm-eps": others("norm_eps", NORM_EPSILONS),
+}
+
 _CHANGES: dict[str, Callable[[LayerConfig], Changes]] = {
+    **COMMON_CHANGES,
     "num-kv-heads": _other_kv_heads,
     "head-dim": _other_head_dims,
     "rotary-dim": _other_rotary_dims,
-    "rope-style": _others("is_neox_style", (False,)),
-    "rope-theta": _others("rope_theta", ROPE_THETAS),
-    "rope-scaling": _other_scalings,
-    "hidden-size": _others("hidden_size", HIDDEN_SIZES),
-    "dtype": _others("dtype", DTYPES),
-    "bias": _others("bias", (False, True)),
+    "rope-style": others("is_neox_style", (False,)),
     "k-norm": _other_k_norms,
-    "norm-kind": _others("norm_kind", NORM_KINDS),
     "v-head-dim": _other_v_head_dims,
-    "value-scale": _others("value_scale", VALUE_SCALES),
+    "value-scale": others("value_scale", VALUE_SCALES),
     "q-size": _other_q_sizes,
-    "quantization": _others("quantization", _QUANTIZATIONS),
-    "norm-eps": _others("norm_eps", NORM_EPSILONS),
 }
+
+
+def _configs(axis: str) -> SearchStrategy[LayerConfig]:
+    return layer_configs(head_dim=st.sampled_from(_ROOMY)) if axis == "rotary-dim" else layer_configs()
+
+
+_ODD_LAYERS = OddLayers(
+    axes=AXES,
+    soft_axes=SOFT_AXES,
+    config=LayerConfig,
+    configs=_configs,
+    changes=_CHANGES,
+    due=_due,
+    stack=Stack,
+    broken=BrokenStack,
+)

@@ -11,19 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from pytest_specdecode.strategies.arguments import ValueOr, argument, check_bounds, choice, instance, integer
-from pytest_specdecode.strategies.stacks import Stack, homogeneous_stacks
+from pytest_specdecode.strategies.stacks import LayerStack, Stack, homogeneous_stacks
 from pytest_specdecode.strategies.tensors import KINDS, SEEDS, filled, torch_dtype
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+AnyInput = TypeVar("AnyInput", bound="StackInput")
 
 #: Kinds of positions, plainest first:
 #:
@@ -43,7 +45,69 @@ POSITION_DTYPES = ("int64", "int32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelInput:
+class StackInput:
+    """What inputs have in common, whatever the layers' attention: tensors that are made when first asked for, once, on the CPU.
+
+    Attributes: as in `KernelInput`.
+    """
+
+    stack: LayerStack
+    tokens: int
+    positions_kind: str = "arange"
+    positions_dtype: str = "int64"
+    values: str = "normal"
+    layout: str = "contiguous"
+    block_rows: int | None = None
+    seed: int = 0
+
+    @cached_property
+    def ctx_hidden(self) -> Tensor:
+        """Hidden states `[T, hidden_size]` in the stack's dtype, for the whole path."""
+        return self._drawn((self.tokens, self.stack.hidden_size), stream=1)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Integers `[T]`, each below the stack's `max_position_embeddings`."""
+        last = self.stack.configs[0].max_position_embeddings - 1
+        return drawn_positions(
+            self.positions_kind, self.tokens, last=last, dtype=torch_dtype(self.positions_dtype), seed=self.seed
+        )
+
+    @cached_property
+    def eps(self) -> Tensor:
+        """Each layer's epsilon, float32 `[L]`."""
+        import torch
+
+        return torch.tensor([config.norm_eps for config in self.stack.configs], dtype=torch.float32)
+
+    @property
+    def cos_sin_cache(self) -> Tensor:
+        """Layer 0's rope table, float32 `[rows, rotating lanes]`, with a row for each of `positions`."""
+        rotary_emb = self.stack.rotary_emb
+        if self.tokens:
+            rotary_emb._ensure_cos_sin_cache_length(int(self.positions.max()))
+        table: Tensor = rotary_emb.cos_sin_cache
+        return table
+
+    @property
+    def materialize_arguments(self) -> dict[str, Tensor]:
+        """The keyword arguments of the path's `compute`, and with the argument that takes what is made of `materialize`."""
+        return {"ctx_hidden": self.ctx_hidden, "positions": self.positions}
+
+    def _drawn(self, shape: tuple[int, ...], *, stream: int) -> Tensor:
+        values = filled(self.values, shape, torch_dtype(self.stack.dtype), seed=self.seed, stream=stream)
+        return laid_out(values, self.layout)
+
+    def _norm_weights(self, name: str) -> Tensor:
+        """What each layer's norm `name` multiplies by, float32 `[L, …]`: w, or 1 + w for a Gemma norm."""
+        import torch
+
+        norms = [getattr(layer.self_attn, name) for layer in self.stack.layers]
+        return torch.stack([norm.weight.detach().float() + (norm.norm_kind == "gemma") for norm in norms])
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelInput(StackInput):
     """A stack and what one call is to compute with it.
 
     Tensors are made when first asked for, once, on the CPU.
@@ -59,21 +123,6 @@ class KernelInput:
     """
 
     stack: Stack
-    tokens: int
-    positions_kind: str = "arange"
-    positions_dtype: str = "int64"
-    values: str = "normal"
-    layout: str = "contiguous"
-    block_rows: int | None = None
-    seed: int = 0
-
-    @cached_property
-    def ctx_hidden(self) -> Tensor:
-        """Hidden states `[T, hidden_size]` in the stack's dtype, for the whole path."""
-        values = filled(
-            self.values, (self.tokens, self.stack.hidden_size), torch_dtype(self.stack.dtype), seed=self.seed, stream=1
-        )
-        return laid_out(values, self.layout)
 
     @cached_property
     def kv(self) -> Tensor:
@@ -82,42 +131,12 @@ class KernelInput:
         Not `ctx_hidden`'s projection: its numbers are of kind `values` themselves.
         """
         width = 2 * self.stack.num_kv_heads * self.stack.head_dim
-        shape = (self.tokens, self.stack.num_layers, width)
-        return laid_out(
-            filled(self.values, shape, torch_dtype(self.stack.dtype), seed=self.seed, stream=2), self.layout
-        )
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """Integers `[T]`, each below the stack's `max_position_embeddings`."""
-        last = self.stack.configs[0].max_position_embeddings - 1
-        return drawn_positions(
-            self.positions_kind, self.tokens, last=last, dtype=torch_dtype(self.positions_dtype), seed=self.seed
-        )
+        return self._drawn((self.tokens, self.stack.num_layers, width), stream=2)
 
     @cached_property
     def k_norm_weight(self) -> Tensor:
         """What each layer's K is multiplied by, float32 `[L, head_dim]`: w, or 1 + w for a Gemma norm."""
-        import torch
-
-        norms = [layer.self_attn.k_norm for layer in self.stack.layers]
-        return torch.stack([norm.weight.detach().float() + (norm.norm_kind == "gemma") for norm in norms])
-
-    @cached_property
-    def eps(self) -> Tensor:
-        """Each layer's epsilon, float32 `[L]`."""
-        import torch
-
-        return torch.tensor([config.norm_eps for config in self.stack.configs], dtype=torch.float32)
-
-    @property
-    def cos_sin_cache(self) -> Tensor:
-        """Layer 0's rope table, float32 `[rows, rotary_dim]`, with a row for each of `positions`."""
-        rotary = self.stack.rotary_emb
-        if self.tokens:
-            rotary._ensure_cos_sin_cache_length(int(self.positions.max()))
-        table: Tensor = rotary.cos_sin_cache
-        return table
+        return self._norm_weights("k_norm")
 
     @property
     def launch_arguments(self) -> dict[str, Any]:
@@ -135,11 +154,6 @@ class KernelInput:
             "value_scale": config.value_scale,
             "block_rows": self.block_rows,
         }
-
-    @property
-    def materialize_arguments(self) -> dict[str, Tensor]:
-        """The keyword arguments of `FusedKV.compute`, and with `write_layer_kv` of `materialize`."""
-        return {"ctx_hidden": self.ctx_hidden, "positions": self.positions}
 
 
 def kernel_inputs(
@@ -186,10 +200,37 @@ def kernel_inputs(
     See also: `homogeneous_stacks`.
     """
     check_bounds("min_tokens", min_tokens, "max_tokens", max_tokens, least=0)
-    blocks: SearchStrategy[int | None] = st.sampled_from((None, 8))
-    return _kernel_inputs(
+    return drawn_inputs(
+        KernelInput,
         stack=argument("stack", stack, homogeneous_stacks(), instance(Stack)),
         tokens=token_counts(min_tokens, max_tokens),
+        positions=positions,
+        positions_dtype=positions_dtype,
+        values=values,
+        layout=layout,
+        block_rows=block_rows,
+        seed=seed,
+    )
+
+
+def drawn_inputs(
+    kind: type[AnyInput],
+    *,
+    stack: SearchStrategy[Any],
+    tokens: SearchStrategy[int],
+    positions: ValueOr[str] | None,
+    positions_dtype: ValueOr[str] | None,
+    values: ValueOr[str] | None,
+    layout: ValueOr[str] | None,
+    block_rows: ValueOr[int | None] | None,
+    seed: ValueOr[int] | None,
+) -> SearchStrategy[AnyInput]:
+    """Inputs of class `kind` for stacks of the kind that it takes; the other arguments as `kernel_inputs` says."""
+    blocks: SearchStrategy[int | None] = st.sampled_from((None, 8))
+    return _inputs(
+        kind,
+        stack=stack,
+        tokens=tokens,
         positions_kind=argument("positions", positions, st.sampled_from(POSITION_KINDS), choice(POSITION_KINDS)),
         positions_dtype=argument(
             "positions_dtype", positions_dtype, st.sampled_from(POSITION_DTYPES), choice(POSITION_DTYPES)
@@ -202,18 +243,19 @@ def kernel_inputs(
 
 
 @st.composite
-def _kernel_inputs(
+def _inputs(
     draw: DrawFn,
+    kind: type[AnyInput],
     /,
     *,
-    stack: SearchStrategy[Stack],
+    stack: SearchStrategy[LayerStack],
     values: SearchStrategy[str] | None,
     **rest: SearchStrategy[Any],
-) -> KernelInput:
+) -> AnyInput:
     layers = draw(stack)
     if values is None:
         values = st.sampled_from(usable_kinds(layers.dtype, layers.weights))
-    return KernelInput(stack=layers, values=draw(values), **{name: draw(strategy) for name, strategy in rest.items()})
+    return kind(stack=layers, values=draw(values), **{name: draw(strategy) for name, strategy in rest.items()})
 
 
 def drawn_positions(kind: str, tokens: int, *, last: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -15,21 +15,20 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from pytest_specdecode.fused_kv.stack import LayerFacts, facts_of
 from pytest_specdecode.spec import RopeSpec
 from pytest_specdecode.strategies.arguments import ValueOr, argument, check_bounds, choice, instance, integer, number
-from pytest_specdecode.strategies.configs import NORM_EPSILONS, LayerConfig, layer_configs
+from pytest_specdecode.strategies.configs import NORM_EPSILONS, Configuration, LayerConfig, layer_configs
 from pytest_specdecode.strategies.tensors import KINDS, SEEDS, filled, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Built = TypeVar("Built")
+AnyStack = TypeVar("AnyStack", bound="LayerStack")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Stack:
-    """Draft layers as an engine would hand them to its stacked K/V path.
-
-    Layers are built when first asked for, once; each has weights of its own. `layer.self_attn` is a `layers.GQAAttention` where that
-    class can be such a layer, and else a plain namespace with the attributes that engines read.
+class LayerStack:
+    """What stacks have in common, whatever their layers' attention: layers that are built when first asked for, once, each with weights of
+    its own.
 
     Attributes:
         configs: one per layer.
@@ -38,7 +37,7 @@ class Stack:
         norms: kind of the norms' weights: what is multiplied by is 1 plus such numbers (`zeros`: 1 exactly), so never all 0.
     """
 
-    configs: Sequence[LayerConfig]
+    configs: Sequence[Configuration]
     seed: int = 0
     weights: str = "normal"
     norms: str = "normal"
@@ -46,9 +45,7 @@ class Stack:
     @cached_property
     def layers(self) -> tuple[Any, ...]:
         """The built layers, each with a `self_attn`."""
-        return tuple(
-            SimpleNamespace(self_attn=_attention(config, self, index)) for index, config in enumerate(self.configs)
-        )
+        return tuple(SimpleNamespace(self_attn=self._attention(layer)) for layer in range(self.num_layers))
 
     @property
     def rotary_emb(self) -> Any:
@@ -61,16 +58,6 @@ class Stack:
         return len(self.configs)
 
     @property
-    def num_kv_heads(self) -> int:
-        """Layer 0's, which is what engines build the path with."""
-        return self.configs[0].num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Layer 0's."""
-        return self.configs[0].head_dim
-
-    @property
     def hidden_size(self) -> int:
         """Layer 0's."""
         return self.configs[0].hidden_size
@@ -79,6 +66,50 @@ class Stack:
     def dtype(self) -> str:
         """Layer 0's, without `torch.`."""
         return self.configs[0].dtype
+
+    def __repr__(self) -> str:
+        shown = (
+            f"configs={shown_configs(self.configs)}, seed={self.seed}, weights={self.weights!r}, norms={self.norms!r}"
+        )
+        return f"{type(self).__name__}({shown})"
+
+    def _attention(self, layer: int) -> Any:
+        raise NotImplementedError
+
+    def _filled(self, kind: str, layer: int, stream: int, *shape: int) -> Tensor:
+        """A tensor of layer `layer` in its dtype; each of its tensors has another `stream`, below `_STREAMS`."""
+        dtype = torch_dtype(self.configs[layer].dtype)
+        return filled(kind, shape, dtype, seed=self.seed, stream=layer * _STREAMS + stream)
+
+
+#: Streams of a stack's seed, one per tensor; layer n has those from n times this many on.
+_STREAMS = 10
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Stack(LayerStack):
+    """Draft layers as an engine would hand them to its stacked K/V path.
+
+    Layers are built when first asked for, once; each has weights of its own. `layer.self_attn` is a `layers.GQAAttention` where that
+    class can be such a layer, and else a plain namespace with the attributes that engines read.
+
+    Attributes:
+        configs: one per layer.
+        seed: of all numbers.
+        weights, norms: kinds of numbers, as in `LayerStack`.
+    """
+
+    configs: Sequence[LayerConfig]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Layer 0's, which is what engines build the path with."""
+        return self.configs[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Layer 0's."""
+        return self.configs[0].head_dim
 
     @property
     def facts(self) -> tuple[LayerFacts, ...]:
@@ -92,8 +123,50 @@ class Stack:
         """
         return factory(self.layers, self.rotary_emb, self.num_kv_heads, self.head_dim, device, **options)
 
-    def __repr__(self) -> str:
-        return f"Stack(configs={shown_configs(self.configs)}, seed={self.seed}, weights={self.weights!r}, norms={self.norms!r})"
+    def _attention(self, layer: int) -> Any:
+        """A layer's attention, of our class or, where that cannot be such a layer, a namespace with the attributes that engines read."""
+        from pytest_specdecode.layers import GQAAttention
+
+        config = self.configs[layer]
+        own_class = (
+            config.quantization is None
+            and config.k_norm != "whole"
+            and config.v_head_dim == config.head_dim
+            and config.q_size == config.num_heads * config.head_dim
+            and config.table_breaks_at is None
+        )
+        tensors = self._tensors(layer)
+        if own_class:
+            return GQAAttention(config.spec, tensors, norm_eps=config.norm_eps, norm_kind=config.norm_kind)
+        return SimpleNamespace(
+            qkv_proj=projection(config.quantization, tensors["qkv_proj.weight"], tensors.get("qkv_proj.bias")),
+            q_size=config.q_size,
+            kv_size=config.kv_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            v_head_dim=config.v_head_dim,
+            value_scale=config.value_scale,
+            rotary_emb=rotary(config.rope, config.head_dim, config.table_breaks_at),
+            k_norm=norm(config, tensors.get("k_norm.weight")),
+        )
+
+    def _tensors(self, layer: int) -> dict[str, Tensor]:
+        config = self.configs[layer]
+        q_rows, hidden = config.num_heads * config.head_dim, config.hidden_size
+        tensors = {
+            "qkv_proj.weight": self._filled(self.weights, layer, 0, config.qkv_rows, hidden),
+            "o_proj.weight": self._filled(self.weights, layer, 1, hidden, q_rows),
+        }
+        if config.bias:
+            tensors["qkv_proj.bias"] = self._filled(self.weights, layer, 2, config.qkv_rows)
+        if config.k_norm == "none":
+            return tensors
+        width = config.kv_size if config.k_norm == "whole" else config.head_dim
+        offset = 0.0 if config.norm_kind == "gemma" else 1.0
+        for stream, name in enumerate(("q_norm.weight", "k_norm.weight"), start=3):
+            tensors[name] = self._filled(self.norms, layer, stream, width) + offset
+        return tensors
 
 
 def homogeneous_stacks(
@@ -133,91 +206,44 @@ def homogeneous_stacks(
     See also: `heterogeneous_stacks` for those that must be refused; `kernel_inputs` for what to run a stack on.
     """
     check_bounds("min_layers", min_layers, "max_layers", max_layers, least=1)
-    return _homogeneous_stacks(
+    return drawn_homogeneous(
+        Stack,
         num_layers=st.integers(min_layers, max_layers),
         config=argument("config", config, layer_configs(norm_eps=NORM_EPSILONS[0]), instance(LayerConfig)),
         norm_eps=argument("norm_eps", norm_eps, st.sampled_from(NORM_EPSILONS), number),
-        weights=argument("weights", weights, st.sampled_from(KINDS), choice(KINDS)),
-        norms=argument("norms", norms, st.sampled_from(KINDS), choice(KINDS)),
-        seed=argument("seed", seed, SEEDS, integer(0)),
+        **numbers_of_stacks(weights, norms, seed),
     )
 
 
 @st.composite
-def _homogeneous_stacks(
+def drawn_homogeneous(
     draw: DrawFn,
+    kind: type[AnyStack],
     /,
     *,
     num_layers: SearchStrategy[int],
-    config: SearchStrategy[LayerConfig],
+    config: SearchStrategy[Any],
     norm_eps: SearchStrategy[float],
-    weights: SearchStrategy[str],
-    norms: SearchStrategy[str],
-    seed: SearchStrategy[int],
-) -> Stack:
+    **numbers: SearchStrategy[Any],
+) -> AnyStack:
+    """Stacks of class `kind` with one configuration for all layers, but for `norm_eps`; `numbers` as `numbers_of_stacks` makes them."""
     count, shared = draw(num_layers), draw(config)
-    return Stack(
-        configs=[shared.changed(norm_eps=draw(norm_eps)) for _ in range(count)],
-        weights=draw(weights),
-        norms=draw(norms),
-        seed=draw(seed),
-    )
+    configs = [shared.changed(norm_eps=draw(norm_eps)) for _ in range(count)]
+    return kind(configs=configs, **{name: draw(strategy) for name, strategy in numbers.items()})
+
+
+def numbers_of_stacks(
+    weights: ValueOr[str] | None, norms: ValueOr[str] | None, seed: ValueOr[int] | None
+) -> dict[str, SearchStrategy[Any]]:
+    """The arguments of a stack that its numbers follow from."""
+    return {
+        "weights": argument("weights", weights, st.sampled_from(KINDS), choice(KINDS)),
+        "norms": argument("norms", norms, st.sampled_from(KINDS), choice(KINDS)),
+        "seed": argument("seed", seed, SEEDS, integer(0)),
+    }
 
 
 # --- building ---------------------------------------------------------------------------------------------------------------------------
-
-#: Streams of a stack's seed, one per tensor; layer n has those from n times this many on.
-_STREAMS = 10
-
-
-def _attention(config: LayerConfig, stack: Stack, index: int) -> Any:
-    """A layer's attention, of our class or, where that cannot be such a layer, a namespace with the attributes that engines read."""
-    from pytest_specdecode.layers import GQAAttention
-
-    own_class = (
-        config.quantization is None
-        and config.k_norm != "whole"
-        and config.v_head_dim == config.head_dim
-        and config.q_size == config.num_heads * config.head_dim
-        and config.table_breaks_at is None
-    )
-    tensors = _tensors(config, stack, index)
-    if own_class:
-        return GQAAttention(config.spec, tensors, norm_eps=config.norm_eps, norm_kind=config.norm_kind)
-    return SimpleNamespace(
-        qkv_proj=projection(config.quantization, tensors["qkv_proj.weight"], tensors.get("qkv_proj.bias")),
-        q_size=config.q_size,
-        kv_size=config.kv_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        v_head_dim=config.v_head_dim,
-        value_scale=config.value_scale,
-        rotary_emb=rotary(config.spec.rope, config.head_dim, config.table_breaks_at),
-        k_norm=_norm(config, tensors.get("k_norm.weight")),
-    )
-
-
-def _tensors(config: LayerConfig, stack: Stack, index: int) -> dict[str, Tensor]:
-    dtype = torch_dtype(config.dtype)
-    q_rows, hidden = config.num_heads * config.head_dim, config.hidden_size
-
-    def made(kind: str, stream: int, *shape: int) -> Tensor:
-        return filled(kind, shape, dtype, seed=stack.seed, stream=index * _STREAMS + stream)
-
-    tensors = {
-        "qkv_proj.weight": made(stack.weights, 0, config.qkv_rows, hidden),
-        "o_proj.weight": made(stack.weights, 1, hidden, q_rows),
-    }
-    if config.bias:
-        tensors["qkv_proj.bias"] = made(stack.weights, 2, config.qkv_rows)
-    if config.k_norm == "none":
-        return tensors
-    width = config.kv_size if config.k_norm == "whole" else config.head_dim
-    offset = 0.0 if config.norm_kind == "gemma" else 1.0
-    for stream, name in enumerate(("q_norm.weight", "k_norm.weight"), start=3):
-        tensors[name] = made(stack.norms, stream, width) + offset
-    return tensors
 
 
 def projection(quantization: str | None, weight: Tensor, bias: Tensor | None) -> SimpleNamespace:
@@ -234,7 +260,8 @@ def projection(quantization: str | None, weight: Tensor, bias: Tensor | None) ->
     return SimpleNamespace(weight=weight, bias=bias, quant_method=quantization)
 
 
-def _norm(config: LayerConfig, weight: Tensor | None) -> Any:
+def norm(config: Configuration, weight: Tensor | None) -> Any:
+    """A norm of the configuration's kind and epsilon; None without a weight."""
     from pytest_specdecode.layers import RMSNorm
 
     return None if weight is None else RMSNorm(weight, config.norm_eps, config.norm_kind)

@@ -174,7 +174,7 @@ ROWS: dict[str, Row] = {
     "taps.fc-width": Row(
         config={"eagle_aux_hidden_state_layer_ids": [2, 8], "eagle_config": ..., "num_aux_hidden_states": 2},
         text="fc reads 192 features; 2 taps of 64 give 128",
-        follow=("taps.places",),
+        follow=("taps.places", "layers.build"),
     ),
     "rope.theta-stated": Row(config={"rope_theta": ...}, text="not stated", follow=("layers.build",)),
     "rope.theta-agrees": Row(

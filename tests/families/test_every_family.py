@@ -15,7 +15,8 @@ import torch
 from pytest_specdecode import check_draft, open_draft, testing
 from pytest_specdecode.families import FAMILIES
 
-NAMES = [family.name for family in FAMILIES]
+FAMILY = {family.name: family for family in FAMILIES}
+NAMES = list(FAMILY)
 
 
 def _group(name: str) -> str:
@@ -34,7 +35,7 @@ def _cases() -> list[tuple[str, str]]:
 
 def test_names_are_unique() -> None:
     """Reports and selections use them."""
-    assert len(set(NAMES)) == len(NAMES)
+    assert len(FAMILY) == len(FAMILIES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,11 +70,24 @@ def test_a_missing_tensor_is_named(family: str, tensor: str, tmp_path: Path) -> 
     report = check_draft(
         path, checks=["weights", "vocabulary", "config", "taps"], skip=["weights.finite", "weights.degenerate"]
     )
+    named = testing.stored_names(FAMILY[family].tiny, family)(tensor)
     said = [
         finding
         for result in report
         if result.status == "failed"
         for finding in result.findings
-        if tensor in f"{finding.message} {finding.where} {finding.due}"
+        if named in f"{finding.message} {finding.where} {finding.due}"
     ]
     assert said, str(report)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tiny_draft_lies_where_the_family_s_drafts_lie(name: str, tmp_path: Path) -> None:
+    """What is written is what is read back, and every name that is owned on disk is one tensor."""
+    family = FAMILY[name]
+    draft = open_draft(testing.write_tiny(tmp_path, name))
+    assert draft.binding is not None
+    rename = testing.stored_names(family.tiny, name)
+    assert {canonical: rename(canonical) for canonical in draft.binding.stored} == dict(draft.binding.stored)
+    assert all(draft.stored_name(canonical) == stored for canonical, stored in draft.binding.stored.items())
+    assert draft.binding.twice == ()

@@ -563,6 +563,29 @@ def test_stages_are_counted_in_the_weights_first_then_by_ratios_then_by_taps(tmp
     assert (len(held.spec.layers), len(more.layers)) == (3, 3)
 
 
+def test_a_last_stage_that_is_wholly_gone_is_missed(tmp_path: Path) -> None:
+    """The stages that are left do not count the draft where they hold nothing that closes it."""
+
+    def drop(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("mtp.2.")]:
+            del tensors[name]
+
+    path = embedded(tmp_path, drop)
+    spec = load(Checkpoint.open(path)).spec
+    assert spec is not None
+    assert len(spec.layers) == 3
+    due = [
+        name
+        for finding in check_draft(path, checks=["weights.missing"])["weights.missing"].findings
+        for name in (finding.where, *finding.due)
+    ]
+    assert due[0] == "mtp.2.attn_norm.weight"
+    assert "mtp.2.markov_head.markov_w1.weight" in due
+    report = check_draft(path, checks=["config.num-hidden-layers"])
+    assert report["config.num-hidden-layers"].status == "failed"
+    assert report["config.num-hidden-layers"].findings[0].where == "config.json: dspark_target_layer_ids"
+
+
 def test_packed_experts_and_scales_are_no_fault(tmp_path: Path) -> None:
     def pack(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if ".ffn.experts." in name]:
@@ -599,7 +622,7 @@ def test_a_stage_without_one_tensor_fails_and_names_it(tmp_path: Path, name: str
     assert draft.family is not None
     result = check_draft(tmp_path, checks=["weights.missing"])["weights.missing"]
     assert result.status == "failed"
-    assert draft.family.canonical(name) in result.message
+    assert name in result.message
 
 
 # --- what configurations say that is not so -----------------------------------------------------------------------------------------
@@ -672,7 +695,8 @@ def test_mlx_packed_matrices_are_expected_packed_and_not_run(tmp_path: Path) -> 
     assert "packed" in str(draft.fused_kv_reason)
     del tensors["layers.1.mlp.up_proj.scales"]
     write_checkpoint(tmp_path, whole, tensors)
-    assert check_draft(tmp_path, checks=["weights.shapes"])["weights.shapes"].status == "failed"
+    result = check_draft(tmp_path, checks=["weights.missing"])["weights.missing"]
+    assert (result.status, result.findings[0].where) == ("failed", "layers.1.mlp.up_proj.scales")
 
 
 # --- every shape passes, and every tensor is missed ---------------------------------------------------------------------------------

@@ -86,6 +86,19 @@ def named(config: Mapping[str, Any], style: str) -> dict[str, str]:
     return found
 
 
+V4: dict[str, Any] = {
+    **{
+        key: value for key, value in DEEPSEEK.items() if not key.startswith(("kv_lora", "qk_nope", "v_head", "first_k"))
+    },
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "hc_mult": 4,
+}
+
 SCHEMES = [(DEEPSEEK, "deepseek"), (MIMO, "mimo"), (ERNIE, "ernie"), (QWEN, "qwen")]
 TARGETS = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight")
 
@@ -142,7 +155,8 @@ def test_layers_lost_on_export_are_missed(tmp_path: Path) -> None:
     report = check_draft(tmp_path)
     result = report["weights.missing"]
     assert result.status == "failed"
-    assert "layers.0.eh_proj.weight" in str(result.findings[0].due)
+    assert "'model.layers.3.eh_proj.weight'" in str(result.findings[0].due)
+    assert result.findings[0].where == "model.layers.3.enorm.weight"
 
 
 def test_a_layer_beyond_the_count_is_reported(tmp_path: Path) -> None:
@@ -183,6 +197,81 @@ def test_the_target_s_tensors_are_not_the_draft_s(tmp_path: Path, name: str) -> 
     testing.write_checkpoint(tmp_path, DEEPSEEK, {name: torch.ones(2, 2)})
     assert open_draft(tmp_path).checkpoint.tensors == {}
     assert MTP().canonical(name) == name
+
+
+def block_of(tensors: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    """A layer of the target that is like the prediction layer's block, all zero, so that taking it for the draft's shows."""
+    stems = ("enorm", "hnorm", "eh_proj", "e_proj", "h_proj", "shared_head", "hc_head", "norm.")
+    block = {name.removeprefix("layers.0."): value for name, value in tensors.items()}
+    return {
+        f"layers.{index}.{rest}": torch.zeros_like(value) for rest, value in block.items() if not rest.startswith(stems)
+    }
+
+
+def bare_target(directory: Path, config: Mapping[str, Any], place: str, *, drop: str = "") -> Path:
+    """A whole target whose own layers are stored as bare `layers.{i}.*`, with its prediction layer at `place`."""
+    tensors = testing.random_tensors(config, "mtp")
+    own = {name.replace("layers.0.", place, 1): value for name, value in tensors.items()}
+    own.pop(drop, None)
+    target = {"embed.weight": torch.zeros(4, 4), "head.weight": torch.zeros(4, 4), "norm.weight": torch.zeros(4)}
+    for index in range(config["num_hidden_layers"]):
+        target |= block_of(tensors, index)
+    return testing.write_checkpoint(directory, config, {**target, **own}, shards=2)
+
+
+BARE = [(V4, "mtp.0.", "attn.wq_a.weight"), (DEEPSEEK, "layers.3.", "self_attn.q_a_proj.weight")]
+
+
+@pytest.mark.parametrize(("config", "place", "lost"), BARE, ids=["v4", "v3"])
+def test_a_target_of_bare_layers_is_not_taken_for_the_draft(
+    tmp_path: Path, config: dict[str, Any], place: str, lost: str
+) -> None:
+    """DeepSeek's own files name the target's layers as the draft's are called here."""
+    path = bare_target(tmp_path / "whole", config, place)
+    binding = open_draft(path).binding
+    assert binding is not None
+    assert (binding.missing, binding.unexpected, binding.twice) == ((), (), ())
+    assert all(name.startswith(place) for name in binding.stored.values())
+    assert check_draft(path).ok
+    report = check_draft(bare_target(tmp_path / "lost", config, place, drop=f"{place}{lost}"))
+    assert report["weights.missing"].status == "failed"
+    assert report["weights.missing"].findings[0].where == f"{place}{lost}"
+    assert report["weights.unexpected"].status == report["config.num-hidden-layers"].status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("config", "place"), [(V4, "layers.0."), (DEEPSEEK, "model.layers.0."), (DEEPSEEK, "layers.0.")]
+)
+def test_a_prediction_layer_in_a_target_layer_s_place_is_missed(
+    tmp_path: Path, config: dict[str, Any], place: str
+) -> None:
+    """No engine looks there: the layer counts on from the target's last."""
+    tensors = testing.random_tensors(config, "mtp")
+    path = testing.write_checkpoint(
+        tmp_path, config, {name.replace("layers.0.", place, 1): value for name, value in tensors.items()}
+    )
+    report = check_draft(path)
+    assert report["weights.missing"].status == "failed"
+    assert open_draft(path).checkpoint.tensors == {}
+
+
+def test_the_tiny_draft_counts_on_from_its_target(tmp_path: Path) -> None:
+    names = set(open_draft(testing.write_tiny(tmp_path, "mtp")).checkpoint.tensors)
+    assert "model.layers.3.eh_proj.weight" in names
+    assert all(name.startswith("model.layers.3.") for name in names)
+
+
+@pytest.mark.parametrize(("config", "style"), SCHEMES)
+def test_canonical_names_are_written_by_the_released_ones(config: dict[str, Any], style: str) -> None:
+    rename = testing.stored_names(config, "mtp")
+    assert {name: rename(name) for name in named(config, style)} == named(config, style)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "language_model.model."])
+def test_a_missing_tensor_is_named_as_its_neighbours_are(tmp_path: Path, prefix: str) -> None:
+    tensors = {f"{prefix}layers.3.enorm.weight": torch.ones(64)}
+    finding = check_draft(testing.write_checkpoint(tmp_path, DEEPSEEK, tensors))["weights.missing"].findings[0]
+    assert finding.where == f"{prefix}layers.3.hnorm.weight"
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model."])
@@ -298,20 +387,7 @@ def test_deepseek_v4_flash_has_the_published_shard() -> None:
 
 
 def test_a_deepseek_v4_stage_is_judged_by_its_tensors_and_its_forward_left_open(tmp_path: Path) -> None:
-    config = {
-        **{
-            key: value
-            for key, value in DEEPSEEK.items()
-            if not key.startswith(("kv_lora", "qk_nope", "v_head", "first_k"))
-        },
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": "deepseek_v4",
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "o_lora_rank": 16,
-        "o_groups": 2,
-        "hc_mult": 4,
-    }
+    config = V4
     tensors = testing.random_tensors(config, "mtp")
     stored = {name.replace("layers.", "mtp.", 1): value for name, value in tensors.items()}
     report = check_draft(testing.write_checkpoint(tmp_path, config, stored))
@@ -454,7 +530,7 @@ def test_an_expert_that_does_not_fit_is_named(tmp_path: Path) -> None:
         tensors["layers.0.mlp.experts.2.down_proj.weight"] = torch.ones(64, 16)
 
     report = check_draft(testing.write_tiny(tmp_path, "mtp", edit=cut))
-    assert "layers.0.mlp.experts.2.down_proj.weight" in report["weights.shapes"].findings[0].where
+    assert report["weights.shapes"].findings[0].where == "model.layers.3.mlp.experts.2.down_proj.weight"
     assert "layers.0.mlp.experts.2.down_proj.weight" in report["layers.build"].findings[0].where
 
 

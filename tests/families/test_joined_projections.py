@@ -19,7 +19,7 @@ from pytest_specdecode import check_draft, open_draft
 from pytest_specdecode.checkpoint import Checkpoint
 from pytest_specdecode.families import FAMILIES, recognise
 from pytest_specdecode.spec import GQASpec
-from pytest_specdecode.testing import expected_tensors, random_tensors, tiny_config, write_checkpoint
+from pytest_specdecode.testing import expected_tensors, random_tensors, stored_names, tiny_config, write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 
@@ -126,8 +126,9 @@ def test_every_family_that_projects_q_k_and_v_is_here() -> None:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_joined_projections_are_the_same_draft(tmp_path: Path, case: Case) -> None:
     tensors = tensors_of(case)
-    apart = open_draft(write_checkpoint(tmp_path / "apart", case.config(), tensors))
-    one = open_draft(write_checkpoint(tmp_path / "one", case.config(), joined(tensors)))
+    rename = stored_names(case.config(), case.family)
+    apart = open_draft(write_checkpoint(tmp_path / "apart", case.config(), tensors, rename=rename))
+    one = open_draft(write_checkpoint(tmp_path / "one", case.config(), joined(tensors), rename=rename))
     assert one.spec is not None
     assert apart.spec is not None
     assert (one.spec.family, one.recognition.disagreement) == (case.family, ())
@@ -153,7 +154,8 @@ def test_joined_projections_are_the_same_draft(tmp_path: Path, case: Case) -> No
 def test_joined_projections_are_recognised_by_tensors_alone(tmp_path: Path, case: Case) -> None:
     """The configuration says nothing at all."""
     for name, tensors in (("apart", tensors_of(case)), ("one", joined(tensors_of(case)))):
-        found = recognise(Checkpoint.open(write_checkpoint(tmp_path / name, {}, tensors)), FAMILIES)
+        rename = stored_names(case.config(), case.family)
+        found = recognise(Checkpoint.open(write_checkpoint(tmp_path / name, {}, tensors, rename=rename)), FAMILIES)
         assert {(signal.family, signal.kind) for signal in found.signals} == {(case.family, "tensors")}
 
 
