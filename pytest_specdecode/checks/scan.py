@@ -42,7 +42,7 @@ class TensorStats:
 
 def scan(draft: Draft) -> Mapping[str, TensorStats]:
     """Statistics of every floating-point tensor that the family reads, by canonical name; made once per draft."""
-    cached: dict[str, TensorStats] | None = draft.__dict__.get("_scan")
+    cached: dict[str, TensorStats] | None = draft.memo.get("scan")
     if cached is None:
         binding = draft.binding
         expected = {} if binding is None else binding.expected
@@ -52,7 +52,7 @@ def scan(draft: Draft) -> Mapping[str, TensorStats]:
             for canonical, name in stored.items()
             if canonical in expected and draft.checkpoint.tensors[name].is_float
         }
-        draft.__dict__["_scan"] = cached
+        draft.memo["scan"] = cached
     return cached
 
 

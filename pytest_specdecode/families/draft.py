@@ -58,6 +58,7 @@ class Draft:
         spec: what the draft is, or None where the family is not known.
         config_faults: configuration values of the wrong type.
         label: a name for reports, where the directory's does not tell drafts apart.
+        memo: what one pass over the weights has shown, for all who need it.
         binding: stored against expected tensors; None where the family is not known.
     """
 
@@ -75,6 +76,7 @@ class Draft:
         self.spec = spec
         self.config_faults = config_faults
         self.label: str | None = None
+        self.memo: dict[str, Any] = {}
         self.binding = None if family is None or spec is None else _bind(checkpoint, family, spec)
 
     @property
