@@ -3,8 +3,8 @@
     c = hidden_norm(fc([taps]))                       context [C, H], one for all layers
     x = embeddings of [last accepted token, mask, …]  block [B, H]
     per layer: n = input_layernorm(x)
-               q = q_norm(q_proj(n));  k, v from [c, n] by the same projections, k_norm on both parts
-               RoPE on absolute positions; x += o_proj(attention); x += mlp(post_attention_layernorm(x))
+               q = q_norm(W_q n);  k = k_norm(W_k [c; n]);  v = W_v [c; n], context rows before block rows
+               q and k rotated by their absolute positions; x += W_o attention; x += mlp(post_attention_layernorm(x))
     logits = the target's head (norm(x)), from rows 1 on (row 0 is the anchor)
 
 No input norm is applied to c, so the K/V of all layers for one context come from one vector a token: that is what the stacked
