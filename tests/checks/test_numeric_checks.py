@@ -108,3 +108,13 @@ def test_matches_reference_says_what_it_measured(tmp_path: Path) -> None:
         "of eager's, V is the projection's bit for bit"
         in _run("fused-kv.matches-reference", "dflash", tmp_path).message
     )
+
+
+def test_matches_reference_is_open_where_triton_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS and Windows: the stack is then served by eager code, which proves nothing of the kernel."""
+    from pytest_specdecode import launch
+
+    monkeypatch.setattr(launch, "triton_missing", lambda: "triton is not installed")
+    result = _run("fused-kv.matches-reference", "dflash", tmp_path)
+    assert result.status == "inconclusive"
+    assert "triton is not installed" in result.message
