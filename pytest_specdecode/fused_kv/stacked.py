@@ -6,6 +6,7 @@ rest, the kernel and what is handed out.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -16,7 +17,7 @@ from pytest_specdecode.fused_kv.inputs import RopeTable, checked_positions, chos
 from pytest_specdecode.fused_kv.stack import norm_eps_of, norm_kind_of
 
 
-class StackedPath:
+class StackedPath(ABC):
     """A path whose layers' projections of the context are joined into one matrix.
 
     What a subclass's `_validated` reads of itself it sets before this constructor is called.
@@ -54,13 +55,13 @@ class StackedPath:
         self._stack()
         self._versions = self._weight_versions()
 
+    @abstractmethod
     def _validated(self, layers: Sequence[Any]) -> tuple[Any, ...]:
         """The layers' facts; raises the first reason why they are no stack."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _source(self, attn: Any) -> tuple[Any, slice, Any]:
         """Of a layer's attention: the projection of the context, those of its rows that are stacked, and the norm of what they give."""
-        raise NotImplementedError
 
     def _stack(self) -> None:
         weights, biases, norms, epsilons = [], [], [], []

@@ -7,6 +7,7 @@ of the same records; the strategy only draws what a stack of such layers may be.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -43,7 +44,7 @@ VALUE_SCALES = (1.0, 0.5, 0.612)
 MAX_POSITIONS = (64, 300)
 
 
-class Configuration:
+class Configuration(ABC):
     """What the configurations of a layer have in common: fields that follow from others unless they are given, and a short print.
 
     Subclasses are frozen keyword-only dataclasses whose following fields have the default DERIVED; all have the fields named here.
@@ -89,13 +90,14 @@ class Configuration:
         body = ", ".join(f"{name}={value!r}" for name, value in shown if value != defaults[name])
         return f"{type(self).__name__}({body})"
 
+    @abstractmethod
     def _derived(self) -> dict[str, int]:
-        raise NotImplementedError
+        """Fields that follow from others, by name."""
 
     @property
+    @abstractmethod
     def rotating_lanes(self) -> int:
         """How many lanes rotate: of a head, or of k_pe."""
-        raise NotImplementedError
 
 
 Config = TypeVar("Config", bound=Configuration)

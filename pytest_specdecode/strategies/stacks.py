@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,7 @@ AnyStack = TypeVar("AnyStack", bound="LayerStack")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class LayerStack:
+class LayerStack(ABC):
     """What stacks have in common, whatever their layers' attention: layers that are built when first asked for, once, each with weights of
     its own.
 
@@ -73,8 +74,9 @@ class LayerStack:
         )
         return f"{type(self).__name__}({shown})"
 
+    @abstractmethod
     def _attention(self, layer: int) -> Any:
-        raise NotImplementedError
+        """The attention of layer `layer`."""
 
     def _filled(self, kind: str, layer: int, stream: int, *shape: int) -> Tensor:
         """A tensor of layer `layer` in its dtype; each of its tensors has another `stream`, below `_STREAMS`."""
