@@ -24,7 +24,6 @@ Sources: SafeAILab/EAGLE `eagle/model/cnets1.py`; vLLM `llama_eagle.py`, `minicp
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -42,6 +41,7 @@ from pytest_specdecode.families.common import (
 )
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.rope import read_rope
+from pytest_specdecode.families.stepping import SteppingLayer
 from pytest_specdecode.families.tensors import bias, gqa_tensors, mla_tensors, mlp_tensors, norm
 from pytest_specdecode.spec import (
     DraftSpec,
@@ -218,8 +218,10 @@ class Eagle1(Family):
         return name
 
 
-class Eagle1Layer(ReferenceLayer):
+class Eagle1Layer(SteppingLayer):
     """One layer over the fused states; see the module's formula. The final norm and the output's scale are `Eagle1Head`'s."""
+
+    reads = ("hidden",)
 
     def __init__(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> None:
         from pytest_specdecode.errors import NoReferenceError
@@ -263,32 +265,10 @@ class Eagle1Layer(ReferenceLayer):
         out: torch.Tensor = attended + self.mlp(self.post_attention_layernorm(attended)) * self.residual_scale
         return out
 
-    def probe(self, tokens: int, seed: int, scale: float = 1.0, batch: int = 1) -> Mapping[str, torch.Tensor]:
-        """Fused states and positions 0, 1, …"""
-        from pytest_specdecode.families.building import positions_like, random_states
-
-        norm_ = self.input_layernorm if self.post_attention_layernorm is None else self.post_attention_layernorm
-        (hidden,) = random_states(norm_.weight, 1, tokens, seed, scale, batch)
-        return {"hidden": hidden, "positions": positions_like(hidden)}
-
-    def prefill(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One call over all positions."""
-        return self.forward(inputs["hidden"], inputs["positions"])
-
-    def incremental(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A prefix of half the positions, then one position a call."""
-        import torch
-
-        from pytest_specdecode.families.building import new_cache
-
-        cache = new_cache(self.self_attn)
-        tokens = inputs["hidden"].shape[-2]
-        cuts = [0, *range(max(1, tokens // 2), tokens + 1)]
-        pieces = [
-            self.forward(inputs["hidden"][..., start:end, :], inputs["positions"][..., start:end], cache)
-            for start, end in itertools.pairwise(cuts)
-        ]
-        return torch.cat(pieces, dim=-2)
+    @property
+    def probed_norm(self) -> Any:
+        """The norm that every variant has."""
+        return self.input_layernorm if self.post_attention_layernorm is None else self.post_attention_layernorm
 
 
 class Eagle1Head:

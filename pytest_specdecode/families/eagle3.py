@@ -18,7 +18,6 @@ Sources: SafeAILab/EAGLE `eagle/model/cnets.py`, SpecForge `specforge/modeling/d
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -41,6 +40,7 @@ from pytest_specdecode.families.common import (
 )
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.rope import read_rope
+from pytest_specdecode.families.stepping import SteppingLayer
 from pytest_specdecode.families.tensors import (
     bias,
     embedding,
@@ -143,7 +143,7 @@ class Eagle3(Family):
         return [signal for name in stored for signal in width_signals(view, self.name, name)]
 
 
-class Eagle3Layer(ReferenceLayer):
+class Eagle3Layer(SteppingLayer):
     """One EAGLE3 layer over grouped-query or latent attention; see the module's formula.
 
     Attributes:
@@ -189,37 +189,6 @@ class Eagle3Layer(ReferenceLayer):
         attended = residual + self.self_attn(states, positions, cache=cache)
         out: torch.Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
         return out
-
-    def probe(self, tokens: int, seed: int, scale: float = 1.0, batch: int = 1) -> Mapping[str, torch.Tensor]:
-        """Embeddings, hidden states and positions 0, 1, …"""
-        from pytest_specdecode.families.building import positions_like, random_states
-
-        embeds, hidden = random_states(self.input_layernorm.weight, 2, tokens, seed, scale, batch)
-        return {"embeds": embeds, "hidden": hidden, "positions": positions_like(embeds)}
-
-    def prefill(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One call over all positions."""
-        return self.forward(inputs["embeds"], inputs["hidden"], inputs["positions"])
-
-    def incremental(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A prefix of half the positions, then one position a call."""
-        import torch
-
-        from pytest_specdecode.families.building import new_cache
-
-        cache = new_cache(self.self_attn)
-        tokens = inputs["embeds"].shape[-2]
-        cuts = [0, *range(max(1, tokens // 2), tokens + 1)]
-        pieces = [
-            self.forward(
-                inputs["embeds"][..., start:end, :],
-                inputs["hidden"][..., start:end, :],
-                inputs["positions"][..., start:end],
-                cache,
-            )
-            for start, end in itertools.pairwise(cuts)
-        ]
-        return torch.cat(pieces, dim=-2)
 
 
 class Eagle3Head:

@@ -29,6 +29,7 @@ from pytest_specdecode.families.common import read_dtype, read_eps, read_head_di
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.heads import HeadLayer, head_linear
 from pytest_specdecode.families.rope import read_rope
+from pytest_specdecode.families.stepping import SteppingLayer
 from pytest_specdecode.families.tensors import gqa_tensors, mlp_tensors, norm
 from pytest_specdecode.spec import DraftSpec, Extent, GQASpec, LayerSpec, TapsSpec, VocabularySpec, plus, times
 
@@ -239,8 +240,10 @@ class HydraHead(HeadLayer):
         return logits
 
 
-class HydraPrefix(ReferenceLayer):
+class HydraPrefix(SteppingLayer):
     """The prefix layer: one Llama layer over the target's hidden states, and the norm behind it."""
+
+    reads = ("hidden",)
 
     def __init__(self, layer: LayerSpec, source: TensorSource) -> None:
         from pytest_specdecode.families.building import build_attention, build_mlp, build_norm
@@ -257,33 +260,6 @@ class HydraPrefix(ReferenceLayer):
         attended = hidden + self.self_attn(self.input_layernorm(hidden), positions, cache=cache)
         out: torch.Tensor = self.norm(attended + self.mlp(self.post_attention_layernorm(attended)))
         return out
-
-    def probe(self, tokens: int, seed: int, scale: float = 1.0, batch: int = 1) -> Mapping[str, torch.Tensor]:
-        """Hidden states and positions 0, 1, …"""
-        from pytest_specdecode.families.building import positions_like, random_states
-
-        (hidden,) = random_states(self.input_layernorm.weight, 1, tokens, seed, scale, batch)
-        return {"hidden": hidden, "positions": positions_like(hidden)}
-
-    def prefill(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One call over all positions."""
-        return self.forward(inputs["hidden"], inputs["positions"])
-
-    def incremental(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One position a call."""
-        import torch
-
-        from pytest_specdecode.families.building import new_cache
-
-        cache = new_cache(self.self_attn)
-        hidden, positions = inputs["hidden"], inputs["positions"]
-        return torch.cat(
-            [
-                self.forward(hidden[..., row : row + 1, :], positions[..., row : row + 1], cache)
-                for row in range(hidden.shape[-2])
-            ],
-            dim=-2,
-        )
 
 
 class _Moved:

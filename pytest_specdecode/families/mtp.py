@@ -25,7 +25,6 @@ speculators `models/mtp`, `convert/mtp`.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -51,6 +50,7 @@ from pytest_specdecode.families.common import (
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.deepseek_v4 import MAX_EXPERTS, StageSpec, head_streams, read_stage, stage_tensors
 from pytest_specdecode.families.rope import read_rope
+from pytest_specdecode.families.stepping import SteppingLayer
 from pytest_specdecode.families.tensors import gqa_tensors, mla_tensors, mlp_tensors, norm
 from pytest_specdecode.spec import (
     DraftSpec,
@@ -286,7 +286,7 @@ class MTP(Family):
         return root.text("speculators_model_type") == "mtp" or _predicted(name, root) is not None
 
 
-class MTPLayer(ReferenceLayer):
+class MTPLayer(SteppingLayer):
     """One prediction layer; see the module's formula."""
 
     def __init__(self, options: MTPOptions, layer: LayerSpec, source: TensorSource) -> None:
@@ -328,36 +328,10 @@ class MTPLayer(ReferenceLayer):
         out: torch.Tensor = x if self.norm is None else self.norm(x)
         return out
 
-    def probe(self, tokens: int, seed: int, scale: float = 1.0, batch: int = 1) -> Mapping[str, torch.Tensor]:
-        """Embeddings, hidden states and positions 0, 1, …"""
-        from pytest_specdecode.families.building import positions_like, random_states
-
-        embeds, hidden = random_states(self.enorm.weight, 2, tokens, seed, scale, batch)
-        return {"embeds": embeds, "hidden": hidden, "positions": positions_like(embeds)}
-
-    def prefill(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One call over all positions."""
-        return self.forward(inputs["embeds"], inputs["hidden"], inputs["positions"])
-
-    def incremental(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A prefix of half the positions, then one position a call."""
-        import torch
-
-        from pytest_specdecode.families.building import new_cache
-
-        cache = new_cache(self.self_attn)
-        tokens = inputs["embeds"].shape[-2]
-        cuts = [0, *range(max(1, tokens // 2), tokens + 1)]
-        pieces = [
-            self.forward(
-                inputs["embeds"][..., start:end, :],
-                inputs["hidden"][..., start:end, :],
-                inputs["positions"][..., start:end],
-                cache,
-            )
-            for start, end in itertools.pairwise(cuts)
-        ]
-        return torch.cat(pieces, dim=-2)
+    @property
+    def probed_norm(self) -> Any:
+        """The embedding's norm."""
+        return self.enorm
 
 
 class _Dequantised:
