@@ -46,9 +46,10 @@ def axis_check(axis: str) -> Callable[[Context], Iterator[Finding]]:
         faults = [fault for fault in _faults(context) if fault.axis == axis]
         if not faults:
             return
-        first = faults[0]
         # What all layers share and the stack does not do costs speed; only a difference can be served wrong.
-        say = context.warn if isinstance(first, StackUnsupportedError) else context.fail
+        differing = [fault for fault in faults if not isinstance(fault, StackUnsupportedError)]
+        first = (differing or faults)[0]
+        say = context.fail if differing else context.warn
         layers = sorted({fault.layer for fault in faults if fault.layer is not None})
         yield say(
             first.message,
@@ -60,7 +61,7 @@ def axis_check(axis: str) -> Callable[[Context], Iterator[Finding]]:
             got=first.got,
             due=first.expected,
             fix="give every layer the same, or serve the draft layer by layer"
-            if say == context.fail
+            if differing
             else "nothing, where serving layer by layer is fast enough",
             fault=f"fused-kv-{axis}",
         )

@@ -83,6 +83,19 @@ def test_a_difference_in_layer_1_fails_the_axis(axis: str, tmp_path: Path) -> No
     assert checks.run(checks.REGISTRY[f"fused-kv.{axis}"], good).status == "passed"
 
 
+@pytest.mark.parametrize(("odd", "status"), [((0,), "failed"), ((1,), "failed"), ((0, 1), "warned")])
+def test_interleaved_rope_is_slow_on_all_layers_and_wrong_on_some(
+    odd: tuple[int, ...], status: str, tmp_path: Path
+) -> None:
+    """A style that all layers share only keeps an engine from stacking; whichever layer differs, that is an error."""
+    context = open_context(testing.write_tiny(tmp_path / "draft", "dflash"))
+    spec = context.draft.spec
+    assert spec is not None
+    layers = tuple(SPEC["rope-style"](layer) if layer.index in odd else layer for layer in spec.layers)
+    context.draft.spec = replace(spec, layers=layers)
+    assert checks.run(checks.REGISTRY["fused-kv.rope-style"], context).status == status
+
+
 def test_a_difference_in_norm_eps_warns(tmp_path: Path) -> None:
     """The kernel takes an epsilon per layer; vLLM does not."""
     context = open_context(testing.write_tiny(tmp_path / "draft", "dflash"))
