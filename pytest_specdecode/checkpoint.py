@@ -424,13 +424,13 @@ class Checkpoint:
         ]
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; duplicate keys, non-finite numbers and anything but an object are refused.
+def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in `path`; duplicate keys, non-finite numbers, anything but an object and more than `limit` bytes are refused.
 
     Raises:
         CheckpointError: with the file and, where it is known, the line.
     """
-    raw = _read_bytes(path, MAX_JSON_BYTES)
+    raw = _read_bytes(path, limit)
     if not raw.strip():
         raise CheckpointError("is empty; a JSON object was due", path=path)
     if (kind := _foreign(raw)) is not None:

@@ -71,6 +71,19 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TemperatureSpec:
+    """Queries that grow with their position, `q * (1 + attn_scale * ln(1 + floor((p + 1) / floor_scale)))` (Llama 4).
+
+    Attributes:
+        attn_scale: strength.
+        floor_scale: tokens per step.
+    """
+
+    attn_scale: float = 0.1
+    floor_scale: float = 8192.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class GQASpec:
     """Grouped-query attention (one KV head: MQA; as many as query heads: MHA).
 
@@ -78,16 +91,23 @@ class GQASpec:
         in_features: width that q, k and v read: H, or 2H in an EAGLE3 first layer.
         out_features: width that o writes, H.
         qk_norm: a norm per head on q and k.
+        head_norm: which norm that is: `rms` with one weight [head_dim] for all heads, `layer` (mean and variance) with weights
+            [heads, head_dim] (Cohere), both before the rotation; or `plain`, by root mean square without a weight, after it (Llama 4).
+        rotates: whether q and k are rotated at all.
+        temperature: what queries are multiplied by, or None.
         fused_qkv: q, k and v are stored as one `qkv_proj`, rows in that order.
         qkv_bias, o_bias: whether the projections have a bias, as the config says.
         sliding_window: tokens that a query sees, itself included, or None for all.
+        chunk_size: a query sees its own chunk of this many positions, counted from 0, or None for all (Llama 4).
         output_gate: the heads' outputs are multiplied by softplus of `g_proj`: one factor per head, or one per lane (Laguna).
         target_kv: the context has projections of its own, `k_proj_target` and `v_proj_target` (DFlare).
         q_gate: q_proj gives, head by head, a query and a gate of the same width; the head's output is multiplied by the gate's sigmoid.
         k_eq_v: V is the K projection before its norm; there is no v_proj.
         v_norm: a norm without a weight over each V head.
         scaling: factor on the scores; None for `head_dim ** -0.5`.
-        sink: a learned logit per head takes part in every softmax (`attention_sink_bias`); None where the file does not say.
+        v_head_dim: width of a V head; None for `head_dim`.
+        sink: a learned logit per head takes part in every softmax (`attention_sink_bias`); None where the file does not say, and
+            the tensor decides. It changes no K and no V.
     """
 
     num_heads: Extent
@@ -108,7 +128,12 @@ class GQASpec:
     k_eq_v: bool = False
     v_norm: bool = False
     scaling: float | None = None
+    v_head_dim: Extent = None
     sink: bool | None = None
+    head_norm: Literal["rms", "layer", "plain"] = "rms"
+    rotates: bool = True
+    chunk_size: Extent = None
+    temperature: TemperatureSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +144,8 @@ class MLASpec:
         q_lora_rank, kv_lora_rank: widths of the query and key/value latents; `q_lora_rank` None = absent or null.
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: per-head widths.
         in_features: width that the down projections read: 2H in an EAGLE3 layer.
+        whole_query: queries come from one `q_proj` without a latent, so that there is no rank. A rank that is None without it is
+            one that is not known.
     """
 
     num_heads: Extent
@@ -130,6 +157,7 @@ class MLASpec:
     in_features: Extent
     out_features: Extent
     rope: RopeSpec
+    whole_query: bool = False
 
     @property
     def qk_head_dim(self) -> Extent:
@@ -139,6 +167,7 @@ class MLASpec:
 
 #: What a sliding window of W hides from a drafted block whose row r stands at position a + r: `row` leaves |q - k| < W, `row-inclusive`
 #: |q - k| <= W, and `anchor` leaves every row the context from a - W on and never cuts the block itself.
+TapsConvention = Literal["output", "boundary"]
 WindowReading = Literal["row", "row-inclusive", "anchor"]
 
 
@@ -158,13 +187,18 @@ class MoESpec:
         correction_bias: the choice, not the weight, adds `e_score_correction_bias` (DeepSeek-V3's balance without a loss).
         shared_gate: the shared expert's output is multiplied by a sigmoid gate per token (Qwen).
         fused_experts: experts are stored as `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I].
+        weigh_inputs: an expert is given the token multiplied by its weight, and not its output multiplied (Llama 4).
+        gated: experts are `down(act(gate(x)) * up(x))`; False for `down(act(up(x)))` (Nemotron).
+        latent: routed experts read and write a projection of the token, `latent_size` wide (`fc1_latent_proj` before them,
+            `fc2_latent_proj` behind their sum). Router and shared experts read the token itself.
+        swiglu_limit: a bound on what an expert's gate and up projections give, before they are multiplied; None for none.
     """
 
     num_experts: Extent
     top_k: Extent
     intermediate_size: Extent
     shared_intermediate_size: Extent = None
-    scoring: Literal["sigmoid", "softmax"] = "softmax"
+    scoring: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "softmax"
     norm_topk_prob: bool = False
     routed_scaling_factor: float = 1.0
     n_group: int = 1
@@ -172,6 +206,11 @@ class MoESpec:
     correction_bias: bool = False
     shared_gate: bool = False
     fused_experts: bool = False
+    weigh_inputs: bool = False
+    gated: bool = True
+    latent: bool = False
+    latent_size: Extent = None
+    swiglu_limit: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +220,7 @@ class LayerSpec:
     Attributes:
         index: position in the draft, from 0.
         attention: None for a head without attention (Medusa, Hydra, an MLP speculator's stage).
-        layer_type: `full_attention` or `sliding_attention`.
+        layer_type: `full_attention`, `sliding_attention` or `chunked_attention`.
         is_causal: whether rows of one block may only look back; None where the file does not say.
         moe: the experts where the layer has them instead of one MLP.
         norm_eps: epsilon of every norm of the layer.
@@ -244,11 +283,26 @@ class TapsSpec:
     """
 
     ids: tuple[int, ...] | None = None
-    convention: Literal["output", "boundary"] | None = None
+    convention: TapsConvention | None = None
     count: Extent = None
     stated: tuple[Stated, ...] = ()
     num_target_layers: Extent = None
     required: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelHeads:
+    """Heads beside `lm_head` that draft the tokens behind the last step's at once, as ModelOpt trains them.
+
+    Attributes:
+        num_heads: one less than `parallel_draft_step`.
+        num_layers: residual blocks of one head, or None.
+        shared_head: all end in one `lm_head`; else each has its own, as the first exporter wrote it.
+    """
+
+    num_heads: int
+    num_layers: Extent
+    shared_head: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +315,7 @@ class Eagle3Flags:
         fc_norm: one norm per tap before the concatenation.
         norm_output: the recycled hidden state is taken after the final norm.
         fc_bias: `fc` has a bias.
+        parallel: the heads that draft further tokens at once, where there are any.
     """
 
     norm_before_residual: bool | None = None
@@ -268,6 +323,7 @@ class Eagle3Flags:
     fc_norm: bool = False
     norm_output: bool = False
     fc_bias: bool = False
+    parallel: ParallelHeads | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

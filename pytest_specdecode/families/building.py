@@ -12,14 +12,31 @@ import torch
 
 from pytest_specdecode.errors import LayerBuildError
 from pytest_specdecode.families.base import TensorSource
-from pytest_specdecode.layers import GatedMLP, GQAAttention, KVCache, LatentCache, MLAAttention, MoE, RMSNorm
+from pytest_specdecode.layers import (
+    GatedMLP,
+    GQAAttention,
+    KVCache,
+    LatentCache,
+    MLAAttention,
+    MoE,
+    RMSNorm,
+    SharedRowAttention,
+)
 from pytest_specdecode.layers.linear import Linear, known, take
 from pytest_specdecode.spec import DraftSpec, Extent, LayerSpec, MLASpec
 
 Attention = GQAAttention | MLAAttention
 
 #: Last parts of a tensor's name; a key that ends otherwise is the configuration's.
-_TENSOR_ENDS = ("weight", "bias", "e_score_correction_bias", "gate_up_proj", "down_proj")
+_TENSOR_ENDS = (
+    "weight",
+    "bias",
+    "e_score_correction_bias",
+    "gate_up_proj",
+    "down_proj",
+    "attention_sink_bias",
+    "attn_sink",
+)
 
 
 def build_attention(layer: LayerSpec, source: TensorSource) -> Attention:
@@ -107,17 +124,27 @@ def build_projection(source: TensorSource, name: str, rows: Extent, columns: Ext
 
 @contextmanager
 def prefixed(prefix: str) -> Iterator[None]:
-    """Inside, a LayerBuildError about a tensor gets `prefix` before the tensor's local name."""
+    """Inside, a LayerBuildError about a tensor gets `prefix` before the tensor's local name; a name that has it stays."""
     try:
         yield
     except LayerBuildError as error:
-        key = None if error.key is None else f"{prefix}.{error.key}"
+        local = error.key is not None and not error.key.startswith(f"{prefix}.")
+        key = f"{prefix}.{error.key}" if local else error.key
         raise LayerBuildError(error.message, path=error.path, key=key, got=error.got, due=error.due) from error
 
 
-def new_cache(attention: Attention) -> KVCache | LatentCache:
+@contextmanager
+def in_module(prefix: str) -> Iterator[None]:
+    """As `prefixed`, for a module that also reads values of the configuration: their keys stay as they are."""
+    try:
+        yield
+    except LayerBuildError as error:
+        raise _in_layer(error, prefix) from error
+
+
+def new_cache(attention: Attention | SharedRowAttention) -> KVCache | LatentCache:
     """An empty cache of the kind that `attention` keeps."""
-    return LatentCache() if isinstance(attention, MLAAttention) else KVCache()
+    return KVCache() if isinstance(attention, GQAAttention) else LatentCache()
 
 
 def random_states(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pytest_specdecode.families.base import ConfigView
 from pytest_specdecode.families.config import MAX_LAYERS, Section
+from pytest_specdecode.families.quantised import HOLDERS
 from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.spec import Extent, MLASpec, VocabularySpec
 
@@ -86,6 +87,8 @@ def stores_fused_qkv(view: ConfigView, layer: int, *, default: bool = False, ste
     `stem` is what stands before the layer's number.
     """
     prefix = f"{stem}.{layer}.self_attn"
-    if f"{prefix}.qkv_proj.weight" in view.tensors:
-        return True
-    return default and f"{prefix}.q_proj.weight" not in view.tensors
+
+    def stored(name: str) -> bool:
+        return any(f"{prefix}.{name}{end}" in view.tensors for end in HOLDERS)
+
+    return stored("qkv_proj") or (default and not stored("q_proj"))

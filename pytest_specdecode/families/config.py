@@ -16,6 +16,7 @@ from pytest_specdecode.spec import Stated
 #: No draft comes near; a reader that believes more can be made to eat the machine.
 MAX_EXTENT = 1 << 31
 MAX_LAYERS = 512
+MAX_EXPERTS = 4096
 
 
 class Section:

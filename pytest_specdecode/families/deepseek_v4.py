@@ -1,26 +1,32 @@
 """A DeepSeek-V4 stage as it is stored: latent queries, one head that is K and V, a grouped output, experts, mixed residual streams.
 
 Two drafts are built of such stages, DeepSeek's own prediction layer and DSpark inside the same target. What stands around the stages
-is each draft's own.
+is each draft's own. For n streams [n, H]:
 
-Sources: vLLM `models/deepseek_v4`; the headers of DeepSeek-V4-Flash.
+    streams = hc_attn(streams, x -> attn(attn_norm(x)))
+    streams = hc_ffn(streams, x -> ffn(ffn_norm(x)))
+
+with the formulas of `layers.HyperConnection`, `layers.SharedRowAttention` and `layers.MoE`. A stage looks back over its window alone: it
+has no compressor and no indexer, so that it rotates by the plain `rope_theta`, which the file's scaling does not touch. Its router scores
+by sqrt(softplus) and chooses with a bias; the tables that route a token by its id belong to the target's first layers. Routed and shared
+experts bound their gate and up projections by `swiglu_limit`.
+
+Sources: DeepSeek-V4-Flash `inference/model.py` and headers; transformers `deepseek_v4`; vLLM `models/deepseek_v4`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pytest_specdecode.families.base import ExpectedTensor
-from pytest_specdecode.families.config import Section
-from pytest_specdecode.spec import Extent, GQASpec, LayerSpec, plus, times
+from pytest_specdecode.families.config import MAX_EXPERTS, Section
+from pytest_specdecode.families.rope import read_rope
+from pytest_specdecode.spec import Extent, GQASpec, LayerSpec, MoESpec, RopeSpec, plus, times
 
 #: The scales that lie beside a matrix, by the matrix and whether it is a packed expert's.
 Scales = Callable[[ExpectedTensor, bool], Iterator[ExpectedTensor]]
-
-#: No model comes near; a configuration that claims more must not eat the machine.
-MAX_EXPERTS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +40,7 @@ class StageSpec:
         num_experts: routed experts; 0 for a stage without any.
         shared_experts: whether an expert that every token passes lies beside them.
         packed_experts: two 4-bit weights to a byte in the routed experts' matrices.
+        sinkhorn_iters, hc_eps: of the mixing of the streams.
     """
 
     q_lora_rank: Extent
@@ -43,6 +50,8 @@ class StageSpec:
     num_experts: Extent
     shared_experts: bool = True
     packed_experts: bool = False
+    sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
 
 
 def read_stage(section: Section, *, shared_experts: bool = True, packed_experts: bool = False) -> StageSpec:
@@ -55,7 +64,38 @@ def read_stage(section: Section, *, shared_experts: bool = True, packed_experts:
         num_experts=section.extent("n_routed_experts"),
         shared_experts=shared_experts,
         packed_experts=packed_experts,
+        sinkhorn_iters=section.extent("hc_sinkhorn_iters") or 20,
+        hc_eps=1e-6 if (eps := section.number("hc_eps")) is None else eps,
     )
+
+
+def read_stage_moe(section: Section) -> MoESpec:
+    """The experts as `section` states them; what it leaves out is as DeepSeek's configuration class has it."""
+    inner = section.extent("moe_intermediate_size")
+    shared = section.extent("n_shared_experts")
+    scoring, normed = section.text("scoring_func"), section.flag("norm_topk_prob")
+    scale, limit = section.number("routed_scaling_factor"), section.number("swiglu_limit")
+    return MoESpec(
+        num_experts=section.extent("n_routed_experts"),
+        top_k=section.extent("num_experts_per_tok"),
+        intermediate_size=inner,
+        shared_intermediate_size=times(1 if shared is None else shared, inner) or None,
+        scoring="softmax" if scoring == "softmax" else "sigmoid" if scoring == "sigmoid" else "sqrtsoftplus",
+        norm_topk_prob=True if normed is None else normed,
+        routed_scaling_factor=1.5 if scale is None else scale,
+        correction_bias=True,
+        # 0 is how DeepSeek's own code says that there is no bound.
+        swiglu_limit=10.0 if limit is None else limit if limit > 0 else None,
+    )
+
+
+def read_stage_rope(section: Section) -> RopeSpec:
+    """The rotation of a stage: the last lanes of a head in pairs, by `rope_theta` alone."""
+    head_dim = section.extent("head_dim")
+    rope = read_rope(section, head_dim=head_dim, is_neox_style=False, layer_type="main")
+    stated = section.extent("qk_rope_head_dim")
+    turning = rope.rotary_dim if stated is None and rope.rotary_dim != head_dim else stated
+    return replace(rope, rope_type="default", scaling={}, rotary_dim=turning)
 
 
 def stage_tensors(

@@ -16,6 +16,9 @@ A sliding window means three things in the code that trained the files (`LayerSp
 transformers (`muse_glimmer_assistant`) row by row and one token wider, the one in speculators from the anchor back and never inside the
 block. What an engine makes of the same key is in `engines/`.
 
+A head may have a learned sink (`attention_sink_bias`, MiMo): a logit that enters each of its softmaxes as a key whose value is zero. It
+and the window decide who is looked at, not what K and V are, so that the stacked path serves such drafts as it does others.
+
 Laguna is DFlash with a norm per tap, c = hidden_norm(fc([norm_i(tap_i)])), a softplus gate on the heads, fused `qkv_proj`, and an
 input_layernorm of the context in every layer, so one stack over all layers does not serve it.
 
@@ -29,7 +32,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pytest_specdecode.errors import NoReferenceError
 from pytest_specdecode.families.base import (
     ConfigView,
     ExpectedTensor,
@@ -42,7 +44,17 @@ from pytest_specdecode.families.common import read_dtype, read_eps, read_head_di
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.families.tensors import embedding, gqa_tensors, mlp_tensors, norm, vocabulary_tensors
-from pytest_specdecode.spec import BlockSpec, DraftSpec, GQASpec, LayerSpec, Stated, TapsSpec, WindowReading, times
+from pytest_specdecode.spec import (
+    BlockSpec,
+    DraftSpec,
+    GQASpec,
+    LayerSpec,
+    Stated,
+    TapsConvention,
+    TapsSpec,
+    WindowReading,
+    times,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +74,6 @@ _NOT_PLAIN = (
 )
 #: Keys in `dflash_config` that only a relative's file states.
 _NOT_PLAIN_KEYS = ("conv_kernel_size", "selector_rank", "gru_hidden_dim", "markov_rank")
-_SINK = "attention_sink_bias"
 _MUSE = "muse_glimmer_assistant"
 
 
@@ -246,7 +257,7 @@ class DFlash(Family):
             assert isinstance(layer.attention, GQASpec)
             yield norm(f"{prefix}.input_layernorm", hidden, layer.index)
             yield from gqa_tensors(layer, layer.attention)
-            yield _sink(layer, layer.attention)
+            yield sink(layer, layer.attention)
             yield norm(f"{prefix}.post_attention_layernorm", hidden, layer.index)
             yield from mlp_tensors(layer, hidden)
             yield from self._layer_tensors(spec, layer)
@@ -300,6 +311,19 @@ class DFlash(Family):
         )
 
 
+def sink(layer: LayerSpec, attention: GQASpec) -> ExpectedTensor:
+    """A logit per head (MiMo): in every layer exactly where the flag says so, and allowed where there is no flag."""
+    name = "attention_sink_bias"
+    unstated = attention.sink is None
+    return ExpectedTensor(
+        name=f"layers.{layer.index}.self_attn.{name}",
+        shape=(attention.num_heads,),
+        need="optional" if unstated else "required" if attention.sink else "never",
+        reason=f"`{name}` is not stated" if unstated else "" if attention.sink else f"`{name}` is false",
+        layer=layer.index,
+    )
+
+
 class DFlashLayer(ReferenceLayer):
     """One DFlash layer; see the module's formula.
 
@@ -312,8 +336,6 @@ class DFlashLayer(ReferenceLayer):
         from pytest_specdecode.families.building import build_attention, build_mlp, build_norm
 
         prefix = f"layers.{layer.index}"
-        if getattr(layer.attention, "sink", None) or source.under(f"{prefix}.self_attn.{_SINK}"):
-            raise NoReferenceError("there is no reference forward for attention with a learned sink")
         self.is_causal = bool(layer.is_causal)
         self.window_reading = layer.window_reading or "row"
         self.norms_context = spec.block is not None and spec.block.variant == "laguna"
@@ -497,17 +519,25 @@ class DFlashModel:
 def _taps(view: ConfigView) -> TapsSpec:
     nested = view.root.section("dflash_config")
     packaged = view.packaging == "speculators"
-    sources = [(view.root, "aux_hidden_state_layer_ids")] if packaged else []
-    sources += [(nested, "target_layer_ids"), (view.root, "target_layer_ids")]
+    sources: list[tuple[Section, str, TapsConvention | None]] = [
+        (nested, "target_layer_ids", "output"),
+        # z-lab's key counts outputs, the speculators library's option of that name counts boundaries.
+        (view.root, "target_layer_ids", None if packaged else "output"),
+    ]
+    if packaged:
+        sources.insert(0, (view.root, "aux_hidden_state_layer_ids", "boundary"))
     found = [
-        (Stated(key=section.path(key), value=list(ids)), ids) for section, key in sources if (ids := section.ids(key))
+        (Stated(key=section.path(key), value=list(ids)), ids, convention)
+        for section, key, convention in sources
+        if (ids := section.ids(key))
     ]
     ids = found[0][1] if found else None
+    usual: TapsConvention = "boundary" if packaged else "output"
     return TapsSpec(
         ids=ids,
-        convention="boundary" if packaged else "output",
+        convention=found[0][2] if found else usual,
         count=len(ids) if ids else None,
-        stated=tuple(stated for stated, _ in found),
+        stated=tuple(stated for stated, *_ in found),
         num_target_layers=_first(nested.extent("num_target_layers"), view.root.extent("num_target_layers")),
     )
 
@@ -579,21 +609,6 @@ def _flag(view: ConfigView, key: str) -> bool | None:
     """`key` from `dflash_config`, else from where the layers' fields stand."""
     stated = view.root.section("dflash_config").flag(key)
     return view.layer.flag(key) if stated is None else stated
-
-
-def _sink(layer: LayerSpec, attention: GQASpec) -> ExpectedTensor:
-    """A logit per head (MiMo): there exactly where the flag says, and allowed where there is no flag."""
-    return ExpectedTensor(
-        name=f"layers.{layer.index}.self_attn.{_SINK}",
-        shape=(attention.num_heads,),
-        need="optional" if attention.sink is None else "required" if attention.sink else "never",
-        reason=f"`{_SINK}` is not stated"
-        if attention.sink is None
-        else ""
-        if attention.sink
-        else f"`{_SINK}` is false",
-        layer=layer.index,
-    )
 
 
 def _is_laguna(view: ConfigView) -> bool:

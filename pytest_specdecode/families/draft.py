@@ -6,15 +6,16 @@ imported and weights are read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_specdecode.checkpoint import CONFIG_NAME, Checkpoint, TensorHeader
-from pytest_specdecode.errors import CheckpointError, ConfigError, LayerBuildError, printable
+from pytest_specdecode.errors import CheckpointError, ConfigError, DraftError, LayerBuildError, printable
 from pytest_specdecode.families.base import ExpectedTensor, Family, ReferenceLayer, TensorSource, open_view
 from pytest_specdecode.families.quantised import Storage, read_scheme, read_storage
 from pytest_specdecode.families.recognise import Recognition
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
     from pytest_specdecode.fused_kv.latent_path import FusedLatentKV
     from pytest_specdecode.fused_kv.path import FusedKV
+
+#: Projections that a layer joins in memory, with the tensors that they are stored as.
+_JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "kv_proj_target": ("k_proj_target", "v_proj_target")}
+#: What stands outside a model's own prefix.
+_OUTSIDE = ("lm_head", "d2t", "t2d", "token_map")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,19 +115,83 @@ class Draft:
         return header.shape if form is None else form.shape
 
     def stored_name(self, name: str) -> str:
-        """The name on disk of the tensor with the canonical name `name`; the one it would have where it is not stored."""
-        if self.binding is not None and name in self.binding.stored:
-            return self.binding.stored[name]
-        if self.family is None or self.spec is None:
+        """The name on disk of the tensor with the canonical name `name`; where it is not stored, the one that its neighbours' names give.
+
+        The one place that turns a canonical name into what a person finds in the file.
+        """
+        if self.binding is None or self.family is None or self.spec is None:
             return name
+        if name in self.binding.stored:
+            return self.binding.stored[name]
         root = open_view(self.checkpoint).root
-        due = self.family.stored_name(name, root, self.spec)
-        # Targets nest their names differently; what lies beside it in the file says how this one does.
-        for canonical, stored in self.binding.stored.items() if self.binding is not None else ():
-            written = self.family.stored_name(canonical, root, self.spec)
-            if due != name and _unnested(stored) == _unnested(written):
-                return stored.removesuffix(_unnested(stored)) + _unnested(due)
-        return due
+        due = self.family.stored_name(name, root, self.spec).split(".")
+        if due[0] in _OUTSIDE:
+            return ".".join(due)
+        # Files carry prefixes and older names of their own; what lies nearest says how this one does.
+        for written, stored in sorted(self._spellings(), key=lambda pair: -_shared(pair[0], due)):
+            for candidate in _alike(due, written, stored):
+                if self.family.canonical(candidate, root) == name:
+                    return candidate
+        return ".".join(due)
+
+    def stored_layer(self, index: int) -> int:
+        """The number by which layer `index` goes in the file: inside a target its layers are counted first."""
+        match = re.search(r"(?<=\.)\d+(?=\.)", self.stored_name(f"layers.{index}.input_layernorm.weight"))
+        return index if match is None else int(match[0])
+
+    @contextlib.contextmanager
+    def naming(self, layer: int | None = None) -> Iterator[None]:
+        """Inside, a DraftError about a tensor, of `layer` where it goes by its name within one, gets the name or names on disk."""
+        try:
+            yield
+        except DraftError as error:
+            key = error.key or ""
+            if error.__dict__.get("names_are_on_disk"):
+                raise
+            if names := [self.stored_name(name) for name in self._meant(key, layer)]:
+                error.key = ", ".join(names)
+            elif layer is not None and key.endswith((".weight", ".bias")):
+                # A part that several tensors of the layer go by; no tensor is called so.
+                error.key = f"{key.rpartition('.')[0]} of layer {self.stored_layer(layer)}"
+            error.args = (str(error),)
+            error.__dict__["names_are_on_disk"] = True
+            raise
+
+    def _meant(self, key: str, layer: int | None) -> list[str]:
+        """Canonical names of the tensors that an error about `key` is about; a projection that is joined in memory is its parts."""
+        if self.binding is None:
+            return []
+        known = {*self.binding.expected, *self.binding.stored}
+        module, _, end = key.rpartition(".")
+        place, _, projection = module.rpartition(".")
+        place += "." if place else ""
+        for parts in ((projection,), _JOINED.get(projection, ())):
+            tails = [f"{place}{part}.{end}" for part in parts]
+            found = [name for name in tails if name in known]
+            if not found and layer is not None:
+                own = sorted(name for name in known if name.startswith(f"layers.{layer}."))
+                found = [name for tail in tails for name in own if name.endswith(f".{tail}")]
+            if found and len(found) <= len(parts):
+                return found
+        return []
+
+    def _spellings(self) -> list[tuple[list[str], list[str]]]:
+        """Of every stored tensor, the name that its family would write and the one on disk, in parts; made once."""
+        if (
+            "spellings" not in self.memo
+            and self.binding is not None
+            and self.family is not None
+            and self.spec is not None
+        ):
+            root = open_view(self.checkpoint).root
+            holders = {weight: form.holder for weight, form in self.binding.storage.forms.items()}
+            self.memo["spellings"] = [
+                (self.family.stored_name(holders.get(name, name), root, self.spec).split("."), stored.split("."))
+                for name, stored in self.binding.stored.items()
+                if name.split(".")[0] not in _OUTSIDE
+            ]
+        found: list[tuple[list[str], list[str]]] = self.memo.get("spellings", [])
+        return found
 
     def tensor(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """The tensor with the canonical name `name`, in the stored dtype.
@@ -150,7 +220,8 @@ class Draft:
         family, spec = self._known()
         if not 0 <= index < len(spec.layers):
             raise LayerBuildError(f"layer {index} of a draft with {len(spec.layers)} layers", path=self.path)
-        return family.build_layer(spec, spec.layers[index], _Source(self, dtype, device))
+        with self.naming(index):
+            return family.build_layer(spec, spec.layers[index], _Source(self, dtype, device))
 
     def layers(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
@@ -212,23 +283,27 @@ class Draft:
         device: torch.device | str = "cpu",
         max_position_hint: int | None = None,
     ) -> FusedLatentKV:
-        """The stacked latent path over all layers, for drafts whose attention keeps one latent row per token.
+        """The stacked latent path over all layers, for drafts whose attention keeps one row per token, a latent's or DeepSeek-V4's.
 
         Raises:
             FusedKVError: the layers are not of one shape, or the draft has no such path.
         """
         from pytest_specdecode.errors import StackUnsupportedError
         from pytest_specdecode.fused_kv.latent_path import FusedLatentKV
+        from pytest_specdecode.fused_kv.latent_stack import latent_widths_of
 
         if (reason := self.fused_latent_reason) is not None:
             raise StackUnsupportedError(reason)
         built: tuple[Any, ...] = self.layers(dtype=dtype, device=device) if layers is None else layers
         first = built[0].self_attn
+        kv_lora_rank, qk_rope_head_dim = latent_widths_of(first)
+        if kv_lora_rank is None or qk_rope_head_dim is None:
+            raise StackUnsupportedError("layer 0 does not say how wide its row is")
         return FusedLatentKV(
             built,
             first.rotary_emb,
-            kv_lora_rank=first.kv_lora_rank,
-            qk_rope_head_dim=first.qk_rope_head_dim,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
             device=device,
             max_position_hint=max_position_hint,
         )
@@ -306,8 +381,24 @@ def _bind(checkpoint: Checkpoint, family: Family, spec: DraftSpec) -> Binding:
     )
 
 
-def _unnested(name: str) -> str:
-    return re.sub(r"^((model|language_model)\.)+", "", name)
+def _alike(due: list[str], written: list[str], stored: list[str]) -> Iterator[str]:
+    """Spellings of `due` as `stored` spells `written`: with the same beginning replaced, or with another number."""
+    same = _shared(written[::-1], stored[::-1])
+    old, new = written[: len(written) - same], stored[: len(stored) - same]
+    if due[: len(old)] == old:
+        yield ".".join([*new, *due[len(old) :]])
+    if len(due) == len(written) and (other := [pair for pair in zip(written, due, strict=True) if pair[0] != pair[1]]):
+        (here, there), *more = other
+        if not more and here.isdigit() and there.isdigit():
+            for place in (index for index, part in enumerate(stored) if part == here):
+                yield ".".join([*stored[:place], there, *stored[place + 1 :]])
+
+
+def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many parts the two begin with in common."""
+    return next(
+        (count for count, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -16,7 +16,8 @@ Six packagings: DeepSpec (all keys at top level, embedding and head of its own),
 embedding and head), `speculators`, ModelOpt (heads without their prefixes), Kimi K3 (latent attention) and DeepSeek-V4, where the draft
 lies inside its target as stages `mtp.{i}.*`. A configuration that DeepSpec's trainer copied from a Qwen 3.5 target speaks of the
 target's partial rotation and gates; only where the draft is a native fork of such a model do they describe the draft, and then its
-norms multiply by 1 + w and q_proj holds a gate beside every query.
+norms multiply by 1 + w and q_proj holds a gate beside every query. The formula of DeepSeek-V4's stages stands in `deepseek_v4_layers`; its
+confidence head reads rows before the final norm.
 
 Gemma 4's layers take V from the K projection (full attention), norm it without a weight, and norm each sublayer's output as well:
 
@@ -39,8 +40,15 @@ from pytest_specdecode.errors import ConfigError
 from pytest_specdecode.families.base import ConfigView, ExpectedTensor, ReferenceLayer, Signal, TensorSource
 from pytest_specdecode.families.common import held_layers, read_dtype, read_eps, read_mla, read_vocabulary
 from pytest_specdecode.families.config import MAX_LAYERS, Section
-from pytest_specdecode.families.deepseek_v4 import StageSpec, head_streams, read_stage, stage_tensors
-from pytest_specdecode.families.dflash import DFlash
+from pytest_specdecode.families.deepseek_v4 import (
+    StageSpec,
+    head_streams,
+    read_stage,
+    read_stage_moe,
+    read_stage_rope,
+    stage_tensors,
+)
+from pytest_specdecode.families.dflash import DFlash, sink
 from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.families.tensors import (
     embedding,
@@ -119,8 +127,8 @@ class DSparkOptions:
         own_vocabulary: whether embedding and head must be in the file, because the packaging's engines do not take the target's.
         norm_kind: of the norms outside the layers.
         fc_norm: one norm per tap before the concatenation.
-        attention_sink: a learned logit per head that takes part in every softmax.
         stage: sizes of a DeepSeek-V4 stage, where the draft is built of such.
+        compressed: the stages that keep compressed rows beside those of their window; none in any file that is known.
         packed: stems of matrices that MLX packed, with the bits of a number and the numbers that share a scale.
     """
 
@@ -134,8 +142,8 @@ class DSparkOptions:
     own_vocabulary: bool = False
     norm_kind: Literal["rms", "gemma"] = "rms"
     fc_norm: bool = False
-    attention_sink: bool = False
     stage: StageSpec | None = None
+    compressed: tuple[int, ...] = ()
     packed: tuple[str, ...] = ()
     packed_bits: Extent = None
     packed_group: Extent = None
@@ -221,7 +229,11 @@ class DSpark(DFlash):
         return tuple(_packed(found, _options(spec)))
 
     def build_layer(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> ReferenceLayer:
-        """The reference layer; NoReferenceError for DeepSeek-V4 stages and for packed weights."""
+        """The reference layer; NoReferenceError for packed and for quantised weights."""
+        if _options(spec).backbone == "deepseek-v4":
+            from pytest_specdecode.families.deepseek_v4_layers import DraftStage
+
+            return DraftStage(spec, layer, source)
         from pytest_specdecode.families.dspark_heads import DSparkLayer, LatentBlockLayer
 
         latent = isinstance(layer.attention, MLASpec)
@@ -274,16 +286,20 @@ class DSpark(DFlash):
         return None
 
     def fused_latent_reason(self, spec: DraftSpec) -> str | None:
-        """Why there is no latent stack: K/V heads, DeepSeek-V4's norm of the whole row, one layer, or packed weights."""
+        """Why there is no latent stack: K/V heads, one layer, packed weights, or a DeepSeek-V4 stage that compresses its context.
+
+        Windows and sinks are no reasons: they change who is looked at, not the row that a token leaves.
+        """
         options = _options(spec)
-        if options.backbone == "deepseek-v4":
-            return "DeepSeek-V4 norms its whole row, the rotated lanes included, and the latent stack norms the latent alone"
-        if options.backbone != "mla":
+        if options.backbone not in ("mla", "deepseek-v4"):
             return "its attention keeps K/V heads, not one latent row per token"
         if len(spec.layers) < 2:
             return "it has one layer, so there is nothing to stack"
         if options.packed:
             return "its projections are stored packed"
+        if options.compressed:
+            stages = ", ".join(map(str, options.compressed))
+            return f"stage {stages} keeps rows that a compressor makes of several tokens, and the latent stack makes one row per token"
         return None
 
     def canonical(self, name: str, root: Section | None = None) -> str:
@@ -313,9 +329,14 @@ class DSpark(DFlash):
 
     def build_model(self, spec: DraftSpec, source: TensorSource) -> DSparkModel:
         """The whole backbone: taps to context, a block to states after the final norm."""
+        layers = [self.build_layer(spec, layer, source) for layer in spec.layers]
+        if _options(spec).backbone == "deepseek-v4":
+            from pytest_specdecode.families.deepseek_v4_layers import DraftStages
+
+            return DraftStages(spec, layers, source)
         from pytest_specdecode.families.dspark_heads import DSparkModel
 
-        return DSparkModel(spec, [self.build_layer(spec, layer, source) for layer in spec.layers], source)
+        return DSparkModel(spec, layers, source)
 
     def _options(self, view: ConfigView) -> DSparkOptions:
         return _read_options(view, _backbone(view), _is_native_fork(view))
@@ -457,7 +478,6 @@ def _read_options(view: ConfigView, backbone: Backbone, native: bool) -> DSparkO
         own_vocabulary=deepspec and view.root.flag("has_lm_head") is not False,
         norm_kind="gemma" if native else "rms",
         fc_norm=bool(view.root.flag("fc_norm")),
-        attention_sink=bool(view.root.flag("attention_sink_bias")),
         packed=tuple(
             sorted(
                 name.removesuffix(".scales")
@@ -526,6 +546,7 @@ def _parse_embedded(view: ConfigView) -> DraftSpec:
             markov_rank=rank,
             confidence_head=True,
             confidence_bias=False,
+            compressed=_compressed(view, place, stages or 0),
             stage=read_stage(
                 place,
                 packed_experts=any(
@@ -558,9 +579,22 @@ def _stated_stages(place: Section) -> Extent:
     return min(len(ids), MAX_LAYERS) if ids else None
 
 
+def _compressed(view: ConfigView, place: Section, stages: int) -> tuple[int, ...]:
+    """The stages that compress: those whose ratio, beyond the target's, is above 1, or that hold a compressor's weights."""
+    ratios, depth = place.raw("compress_ratios"), place.layers()
+    stated = ratios[depth : depth + stages] if isinstance(ratios, list) and depth is not None else []
+    # By the names on disk: the target's layers, which compress, go by the stages' canonical names.
+    parts = [_STAGE.fullmatch(header.name.removeprefix("model.")) for header in view.tensors.values()]
+    held = {int(part[1]) for part in parts if part is not None and part[2].startswith("attn.compressor.")}
+    return tuple(
+        index
+        for index in range(stages)
+        if index in held or (index < len(stated) and isinstance(stated[index], int) and stated[index] > 1)
+    )
+
+
 def _stage(view: ConfigView, place: Section, index: int) -> LayerSpec:
     hidden, head_dim = place.extent("hidden_size"), place.extent("head_dim")
-    rope = read_rope(place, head_dim=place.extent("qk_rope_head_dim"), is_neox_style=False)
     return LayerSpec(
         index=index,
         attention=GQASpec(
@@ -569,7 +603,7 @@ def _stage(view: ConfigView, place: Section, index: int) -> LayerSpec:
             head_dim=head_dim,
             in_features=hidden,
             out_features=hidden,
-            rope=rope,
+            rope=read_stage_rope(place),
             sliding_window=place.extent("sliding_window"),
             k_eq_v=True,
         ),
@@ -577,7 +611,8 @@ def _stage(view: ConfigView, place: Section, index: int) -> LayerSpec:
         norm_eps=read_eps(view, place),
         layer_type="sliding_attention",
         is_causal=False,
-        window_reading="row",
+        moe=read_stage_moe(place),
+        window_reading="anchor",
     )
 
 
@@ -598,12 +633,7 @@ def _block_tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
             yield from mla_tensors(layer, layer.attention)
         elif layer.attention is not None:
             yield from gqa_tensors(layer, layer.attention)
-            if options.attention_sink:
-                yield ExpectedTensor(
-                    name=f"{prefix}.self_attn.attention_sink_bias",
-                    shape=(layer.attention.num_heads,),
-                    layer=layer.index,
-                )
+            yield sink(layer, layer.attention)
         yield norm(f"{prefix}.post_attention_layernorm", hidden, layer.index)
         if options.backbone == "gemma4":
             yield norm(f"{prefix}.pre_feedforward_layernorm", hidden, layer.index)

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from pytest_specdecode.errors import DraftError, LayerBuildError, NoReferenceError
 from pytest_specdecode.families.base import TensorSource
-from pytest_specdecode.families.building import build_norm, build_projection, prefixed, take_named
+from pytest_specdecode.families.building import (
+    build_norm,
+    build_projection,
+    build_vector_norm,
+    prefixed,
+    take_named,
+)
 from pytest_specdecode.families.dflash import DFlashLayer, DFlashModel
 from pytest_specdecode.families.dspark import DSparkOptions
 from pytest_specdecode.layers import LatentCache, Linear, RMSNorm
@@ -34,14 +40,10 @@ class DSparkLayer(DFlashLayer):
     def __init__(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> None:
         options = options_of(spec)
         prefix = f"layers.{layer.index}"
-        if options.backbone == "deepseek-v4":
-            raise NoReferenceError("there is no reference forward for DeepSeek-V4 stages")
         if options.packed:
             raise NoReferenceError(
                 "the weights are packed by MLX, which nothing here unpacks; check the draft before packing it"
             )
-        if options.attention_sink:
-            raise NoReferenceError("there is no reference forward for attention with a learned sink")
         super().__init__(spec, layer, source)
         self.pre_feedforward_layernorm: RMSNorm | None = None
         self.post_feedforward_layernorm: RMSNorm | None = None
@@ -71,6 +73,11 @@ class DSparkLayer(DFlashLayer):
 
 class LatentBlockLayer(DSparkLayer):
     """The same over latent attention (Kimi K3): the context's latents stand before the block's own."""
+
+    def __init__(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> None:
+        if source.under(f"layers.{layer.index}.self_attn.attention_sink_bias"):
+            raise NoReferenceError("there is no reference forward for latent attention with a learned sink")
+        super().__init__(spec, layer, source)
 
     def attention(
         self,
@@ -218,6 +225,7 @@ class DSparkHead:
         lm_head: Vd rows, or None where the target's serves.
         markov, confidence: the heads, or None.
         images: int64 [Vd], the target id of each draft id, or None where they are the same.
+        norm: the final norm, where rows come before it and only the logits are read behind it (DeepSeek-V4); else None.
         softcap: cap on the logits before the Markov bias, or None.
         sample_from_anchor: whether row 0 drafts; True where the file does not say, as DeepSpec trains.
     """
@@ -235,6 +243,7 @@ class DSparkHead:
             self.embed_tokens = frozen(take(embed, "weight", (vocab_size, hidden))) if embed else None
         with prefixed("lm_head"):
             self.lm_head = Linear(take(head, "weight", (head_rows, hidden)), name="lm_head.weight") if head else None
+        self.norm = build_vector_norm(spec, source, "norm", hidden) if options.backbone == "deepseek-v4" else None
         self.markov: MarkovHead | None = None
         rank = 0
         if options.markov_rank != 0:
@@ -265,6 +274,7 @@ class DSparkHead:
         Raises:
             DraftError: neither the draft nor the caller has a head.
         """
+        hidden = hidden if self.norm is None else self.norm(hidden)
         if lm_head is not None:
             logits = torch.nn.functional.linear(hidden, lm_head)
         elif self.lm_head is not None:
@@ -279,7 +289,7 @@ class DSparkHead:
         """Logits [B, Vd] and confidences [B] of a block's rows whose tokens before are known.
 
         Args:
-            hidden: [B, H] after the final norm.
+            hidden: [B, H] after the final norm, or before it where the head has `norm`.
             previous: target ids before each row, [B].
             lm_head: as for `base_logits`.
         """
@@ -298,7 +308,7 @@ class DSparkHead:
         speculators trains it.
 
         Args:
-            hidden: [B, H] after the final norm.
+            hidden: [B, H] after the final norm, or before it where the head has `norm`.
             anchor: the last accepted token, a target id.
             lm_head: as for `base_logits`.
         """

@@ -10,16 +10,30 @@ Variants of other targets keep their target's decoder layer, whole:
 
     minicpm          x = fc([input_norm1(scale_emb * e), input_norm2(h)]); both sublayers are scaled by
                      scale_depth / sqrt(mup_denominator, or the number of layers); output z / (H / dim_model_base)
-    cohere           n = input_layernorm(x); z = x + self_attn(n) + mlp(n), LayerNorms without bias, interleaved RoPE; output norm(z)
-    llama4           Llama 4 layer; output norm(z)
+    cohere           n = input_layernorm(x); z = x + self_attn(n) + mlp(n), LayerNorms without bias, interleaved RoPE; output norm(z);
+                     logits * logit_scale
+    llama4           n = input_layernorm(x); y = x + self_attn(n); z = y + feed_forward(post_attention_layernorm(y)); output norm(z)
     mistral-large-3  DeepSeek-V3 layer with latent attention; output norm(z); stored by Mistral's own names, `eagle_linear` for `fc`
 
 vLLM's converted form nests the layer's configuration under `model`, says `eagle_fc_bias` (false where absent) and brings a head of
 `truncated_vocab_size` rows with `token_map` [Vd], the target id of each row. A file without `rope_theta` means 10000: it is what the
-trainer, transformers' Llama class and with it every engine fill in.
+trainer, transformers' Llama class and with it every engine fill in; Llama 4's class fills in 500000, and Cohere's 10000 or 500000,
+by its version, so that there the base has to be stated.
+
+Llama 4's attention rotates interleaved pairs, then divides q and k by their root mean square (`use_qk_norm`), and sees its own chunk of
+`attention_chunk_size` positions. A layer whose `no_rope_layers` entry is 0 does none of that: it sees everything, and multiplies its
+queries by `layers.TemperatureSpec`'s factor. `feed_forward` is a gated MLP of `intermediate_size_mlp`, or, by `moe_layers` or every
+`interleave_moe_layer_step`-th layer, experts of `intermediate_size` with one more that every token passes: the `num_experts_per_tok` best
+by a router whose sigmoid multiplies what each expert is given. vLLM's draft class stops at layers of experts. Lists count the draft's
+own layers.
+
+Cohere's q and k may pass LayerNorms with a weight per head (`use_qk_norm`) before they rotate. Cohere 2 sees a window in its
+`sliding_attention` layers, and its other layers do not rotate. A file may say `norm_type` rms_norm, or be of `cohere2_moe`'s type and
+state `rms_norm_eps`: its layers and its output are then normed by root mean square; vLLM's class has LayerNorms all the same.
 
 Sources: SafeAILab/EAGLE `eagle/model/cnets1.py`; vLLM `llama_eagle.py`, `minicpm_eagle.py`, `cohere_eagle.py`, `llama4_eagle.py`,
-`mistral_large_3_eagle.py`, `mistral_large_3.py`, and `eagle.py` of 2024 for the converted form.
+`mistral_large_3_eagle.py`, `mistral_large_3.py`, `llama4.py`, `commandr.py`, and `eagle.py` of 2024 for the converted form; transformers'
+`llama4`, `cohere`, `cohere2` and `cohere2_moe`.
 """
 
 from __future__ import annotations
@@ -49,8 +63,10 @@ from pytest_specdecode.spec import (
     GQASpec,
     LayerSpec,
     MLASpec,
+    MoESpec,
     RopeSpec,
     TapsSpec,
+    TemperatureSpec,
     VocabularySpec,
     times,
 )
@@ -60,8 +76,16 @@ if TYPE_CHECKING:
 
 Variant = Literal["llama", "minicpm", "cohere", "llama4", "mistral-large-3"]
 
-#: The base of a file that states none.
-DEFAULT_THETA = 10000.0
+#: The base of a file that states none, by the class that reads it. Cohere's changed from one version of transformers to the next.
+DEFAULT_THETA: Mapping[Variant, float | None] = {
+    "llama": 10000.0,
+    "minicpm": 10000.0,
+    "cohere": None,
+    "llama4": 500000.0,
+    "mistral-large-3": 10000.0,
+}
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 _BY_LABEL: tuple[tuple[str, Variant], ...] = (
     (r"MiniCPM", "minicpm"),
@@ -102,7 +126,8 @@ class Eagle1Options:
         embedding_scale: factor on the embeddings before they are normed.
         residual_scale: factor on what a sublayer adds.
         output_scale: factor on the last layer's output, before the head and the next step.
-        experts: number of routed experts in the layer's MLP (Llama 4), or None for a dense one.
+        logit_scale: factor on the logits.
+        layer_norm: the norms take the mean away as well (Cohere).
     """
 
     variant: Variant = "llama"
@@ -112,7 +137,8 @@ class Eagle1Options:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     output_scale: float = 1.0
-    experts: Extent = None
+    logit_scale: float = 1.0
+    layer_norm: bool = False
 
     @property
     def has_final_norm(self) -> bool:
@@ -160,9 +186,8 @@ class Eagle1(Family):
         variant = _variant(view)
         hidden = view.layer.extent("hidden_size")
         stated = view.layer.layers()
-        eps = view.layer.number("layer_norm_eps") if variant == "cohere" else None
-        eps = (1e-5 if variant == "cohere" else read_eps(view)) if eps is None else eps
         options = _options(view, variant, stated)
+        eps = _eps(view, variant, options)
         return DraftSpec(
             family=self.name,
             packaging=view.packaging,
@@ -171,21 +196,7 @@ class Eagle1(Family):
             hidden_size=hidden,
             target_hidden_size=hidden,
             num_hidden_layers=stated,
-            layers=tuple(
-                LayerSpec(
-                    index=index,
-                    attention=_attention(view, variant, index),
-                    intermediate_size=view.layer.extent(
-                        *(("intermediate_size_mlp",) if variant == "llama4" and options.experts is None else ()),
-                        "intermediate_size",
-                    ),
-                    hidden_act=view.layer.text("hidden_act") or "silu",
-                    mlp_bias=bool(view.layer.flag("mlp_bias")),
-                    norm_eps=eps,
-                    is_causal=True,
-                )
-                for index in range(_layers_built(view, stated))
-            ),
+            layers=tuple(_layer(view, variant, index, eps) for index in range(_layers_built(view, stated))),
             vocabulary=_vocabulary(view),
             taps=TapsSpec(required=False),
             dtype=read_dtype(view),
@@ -224,25 +235,18 @@ class Eagle1Layer(SteppingLayer):
     reads = ("hidden",)
 
     def __init__(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> None:
-        from pytest_specdecode.errors import NoReferenceError
         from pytest_specdecode.families.building import build_attention, build_mlp, build_norm
 
         options = _of(spec)
-        if options.variant == "llama4":
-            raise NoReferenceError(
-                "Llama 4's chunked attention, norm after the rotation and experts have no reference forward here"
-            )
-        if layer.attention is None or (options.variant == "cohere" and getattr(layer.attention, "qk_norm", False)):
-            raise NoReferenceError("Cohere's norm with a weight per head has no reference forward here")
         prefix = f"layers.{layer.index}"
         self.parallel = options.variant == "cohere"
         self.residual_scale = options.residual_scale
         self.self_attn = build_attention(layer, source)
-        self.mlp = build_mlp(layer, source)
+        self.mlp: Any = build_mlp(layer, source) if layer.moe is None else _build_experts(layer, layer.moe, source)
         self.input_layernorm: Any = None
         self.post_attention_layernorm: Any = None
         if self.parallel:
-            self.input_layernorm = _layer_norm(source, f"{prefix}.input_layernorm", spec.hidden_size, layer.norm_eps)
+            self.input_layernorm = _norm(options, source, f"{prefix}.input_layernorm", spec.hidden_size, layer.norm_eps)
         else:
             if layer.index > 0 or options.has_first_input_norm:
                 self.input_layernorm = build_norm(layer, source, f"{prefix}.input_layernorm")
@@ -279,6 +283,7 @@ class Eagle1Head:
         norms: norms of embedding and state before `fc` (MiniCPM), or None.
         norm: final norm, or None.
         lm_head: Linear [Vd, H], or None where the target's serves.
+        logit_scale: factor on its output.
     """
 
     def __init__(self, spec: DraftSpec, source: TensorSource) -> None:
@@ -297,11 +302,10 @@ class Eagle1Head:
                 RMSNorm(take_named(source, f"{name}.weight", (hidden,)), spec.norm_eps)
                 for name in ("input_norm1", "input_norm2")
             )
+        self.logit_scale = options.logit_scale
         self.norm: Any = None
-        if options.variant == "cohere":
-            self.norm = _layer_norm(source, "norm", hidden, spec.norm_eps)
-        elif options.has_final_norm:
-            self.norm = RMSNorm(take_named(source, "norm.weight", (hidden,)), spec.norm_eps)
+        if options.has_final_norm:
+            self.norm = _norm(options, source, "norm", hidden, spec.norm_eps)
         head = source.under("lm_head").get("weight")
         self.lm_head = None if head is None else Linear(head, name="lm_head.weight")
 
@@ -319,6 +323,21 @@ class Eagle1Head:
         """What the head reads and the next step takes as its state, from the last layer's output z [..., H]."""
         normed: torch.Tensor = hidden if self.norm is None else self.norm(hidden)
         return normed * self.output_scale
+
+    def logits(self, output: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [..., Vd] of what `output` gave, by `weight` [Vd, H], the target's head, or where None by the file's own.
+
+        Raises:
+            LayerBuildError: neither is there.
+        """
+        from pytest_specdecode.errors import LayerBuildError
+        from pytest_specdecode.layers import Linear
+
+        head = self.lm_head if weight is None else Linear(weight, name="lm_head.weight")
+        if head is None:
+            raise LayerBuildError("is not in the weights; the target's head serves this draft", key="lm_head.weight")
+        scores: torch.Tensor = head(output) * self.logit_scale
+        return scores
 
 
 def _of(spec: DraftSpec) -> Eagle1Options:
@@ -403,8 +422,14 @@ def _options(view: ConfigView, variant: Variant, layers: Extent) -> Eagle1Option
     else:
         fc_bias = view.root.flag("bias") is not False
     options = Eagle1Options(variant=variant, converted=converted, fc_bias=fc_bias, own_head=converted)
+    if variant == "cohere":
+        # The class's own default is what a file without the key is served with.
+        scale = view.layer.number("logit_scale")
+        return replace(
+            options, logit_scale=0.0625 if scale is None else scale, layer_norm=not _by_root_mean_square(view)
+        )
     if variant == "llama4":
-        return replace(options, experts=_experts(view))
+        return replace(options, logit_scale=_or_one(view.layer.number("logit_scale")))
     if variant != "minicpm":
         return options
     base, hidden = view.layer.number("dim_model_base"), view.layer.extent("hidden_size")
@@ -418,13 +443,71 @@ def _options(view: ConfigView, variant: Variant, layers: Extent) -> Eagle1Option
     )
 
 
-def _experts(view: ConfigView) -> Extent:
-    """Llama 4 alternates dense layers and layers of experts by the target's count, so the file says which this one is."""
-    if view.tensors and "layers.0.mlp.router.weight" not in view.tensors:
+def _by_root_mean_square(view: ConfigView) -> bool:
+    """Whether a Cohere draft's norms leave the mean where it is."""
+    kind = view.layer.text("norm_type")
+    if kind is not None:
+        return kind.startswith("rms")
+    return view.layer.text("model_type") == "cohere2_moe" and view.layer.raw("rms_norm_eps") is not None
+
+
+def _eps(view: ConfigView, variant: Variant, options: Eagle1Options) -> float:
+    """The epsilon of every norm; 1e-5 is the default of Cohere's and Llama 4's classes."""
+    if variant == "cohere" and options.layer_norm:
+        stated = view.layer.number("layer_norm_eps")
+    elif variant == "llama4":
+        stated = view.layer.number("rms_norm_eps")
+    else:
+        return read_eps(view)
+    return 1e-5 if stated is None else stated
+
+
+def _layer(view: ConfigView, variant: Variant, index: int, eps: float) -> LayerSpec:
+    moe = _experts(view, index) if variant == "llama4" else None
+    attention = _attention(view, variant, index)
+    widths = (
+        ("intermediate_size_mlp", "intermediate_size")
+        if variant == "llama4" and moe is None
+        else ("intermediate_size",)
+    )
+    kind = FULL
+    if isinstance(attention, GQASpec):
+        kind = CHUNKED if attention.chunk_size else SLIDING if attention.sliding_window else FULL
+    return LayerSpec(
+        index=index,
+        attention=attention,
+        intermediate_size=view.layer.extent(*widths),
+        hidden_act=view.layer.text("hidden_act") or "silu",
+        mlp_bias=bool(view.layer.flag("mlp_bias")),
+        norm_eps=eps,
+        layer_type=kind,
+        is_causal=True,
+        moe=moe,
+    )
+
+
+def _experts(view: ConfigView, index: int) -> MoESpec | None:
+    """Llama 4's experts, or None where layer `index` is dense: as the tensors show it, else as the lists have it."""
+    prefix = f"layers.{index}.mlp"
+    if view.tensors:
+        parts = (f"{prefix}.router.", f"{prefix}.experts.", f"{prefix}.shared_expert.")
+        present = any(name.startswith(parts) for name in view.tensors)
+    else:
+        listed, step = view.layer.ids("moe_layers"), view.layer.extent("interleave_moe_layer_step") or 1
+        present = (index + 1) % step == 0 if listed is None else index in listed
+    experts = view.layer.extent("num_local_experts")
+    if not present or not experts:
         return None
-    if view.tensors or view.layer.raw("interleave_moe_layer_step") == 1:
-        return view.layer.extent("num_local_experts")
-    return None
+    inner, chosen = view.layer.extent("intermediate_size"), view.layer.extent("num_experts_per_tok")
+    return MoESpec(
+        num_experts=experts,
+        top_k=1 if chosen is None else chosen,
+        intermediate_size=inner,
+        shared_intermediate_size=inner,
+        scoring="sigmoid",
+        fused_experts=True,
+        weigh_inputs=True,
+    )
 
 
 def _or_one(value: float | None) -> float:
@@ -435,28 +518,74 @@ def _attention(view: ConfigView, variant: Variant, index: int) -> GQASpec | MLAS
     hidden = view.layer.extent("hidden_size")
     if variant == "mistral-large-3":
         latent = read_mla(view, in_features=hidden)
-        return replace(latent, rope=_with_theta(latent.rope))
+        return replace(latent, rope=_with_theta(latent.rope, variant))
     head_dim = read_head_dim(view)
     every = bool(view.layer.flag("attention_bias"))
     stated = view.layer.flag("qkv_bias", "attention_bias")
     # Qwen2's layer has biases on q, k and v whatever its configuration says.
     qkv = view.layer.text("model_type") == "qwen2" if stated is None else stated
-    return GQASpec(
+    found = GQASpec(
         num_heads=view.layer.extent("num_attention_heads"),
         num_kv_heads=view.layer.extent("num_key_value_heads", "num_attention_heads"),
         head_dim=head_dim,
         in_features=hidden,
         out_features=hidden,
-        rope=_with_theta(read_rope(view.layer, head_dim=head_dim, is_neox_style=variant not in ("cohere", "llama4"))),
-        qk_norm=variant == "cohere" and bool(view.layer.flag("use_qk_norm")),
+        rope=_with_theta(
+            read_rope(view.layer, head_dim=head_dim, is_neox_style=variant not in ("cohere", "llama4")), variant
+        ),
         qkv_bias=bool(qkv),
         o_bias=every,
         fused_qkv=stores_fused_qkv(view, index),
     )
+    if variant == "cohere":
+        return _cohere(view, found, index)
+    return _llama4(view, found, index) if variant == "llama4" else found
 
 
-def _with_theta(rope: RopeSpec) -> RopeSpec:
-    return replace(rope, theta=DEFAULT_THETA) if rope.theta is None else rope
+def _cohere(view: ConfigView, attention: GQASpec, index: int) -> GQASpec:
+    """Head norms with a weight per head; the second version's windows, outside of which nothing rotates."""
+    attention = replace(attention, qk_norm=bool(view.layer.flag("use_qk_norm")), head_norm="layer")
+    types, model_type = view.layer.texts("layer_types"), view.layer.text("model_type") or ""
+    if model_type == "cohere" or not (types or model_type.startswith("cohere2")):
+        return attention
+    pattern = view.layer.extent("sliding_window_pattern") or 4
+    kind = types[index] if index < len(types) else FULL if (index + 1) % pattern == 0 else SLIDING
+    if kind != SLIDING:
+        return replace(attention, rotates=False)
+    stated = "sliding_window" in view.layer
+    return replace(attention, sliding_window=view.layer.extent("sliding_window") if stated else 4096)
+
+
+def _llama4(view: ConfigView, attention: GQASpec, index: int) -> GQASpec:
+    """What layers that rotate have, and what those that do not; a key that is absent means what Llama 4's class says."""
+    layer = view.layer
+    turning = layer.ids("no_rope_layers") or ()
+    interval = layer.extent("no_rope_layer_interval") or 4
+    rotates = bool(turning[index]) if index < len(turning) else (index + 1) % interval != 0
+    types = layer.texts("layer_types")
+    chunked = types[index] == CHUNKED if index < len(types) else rotates
+    chunk = layer.extent("attention_chunk_size") if "attention_chunk_size" in layer else 8192
+    # Older files state the tuning as a number.
+    tuned = layer.raw("attn_temperature_tuning")
+    tuned = bool(tuned) if isinstance(tuned, (bool, int)) else layer.flag("attn_temperature_tuning") is not False
+    default = TemperatureSpec()
+    strength, floor = layer.number("attn_scale"), layer.number("floor_scale")
+    temperature = TemperatureSpec(
+        attn_scale=default.attn_scale if strength is None else strength,
+        floor_scale=default.floor_scale if floor is None else floor,
+    )
+    return replace(
+        attention,
+        qk_norm=rotates and layer.flag("use_qk_norm") is not False,
+        head_norm="plain",
+        rotates=rotates,
+        chunk_size=chunk if chunked else None,
+        temperature=temperature if tuned and not rotates else None,
+    )
+
+
+def _with_theta(rope: RopeSpec, variant: Variant) -> RopeSpec:
+    return replace(rope, theta=DEFAULT_THETA[variant]) if rope.theta is None else rope
 
 
 def _vocabulary(view: ConfigView) -> VocabularySpec:
@@ -527,40 +656,51 @@ def _layer_tensors(spec: DraftSpec, options: Eagle1Options, layer: LayerSpec) ->
     if isinstance(layer.attention, MLASpec):
         yield from mla_tensors(layer, layer.attention)
     elif layer.attention is not None:
-        yield from _gqa(options, layer, layer.attention)
+        yield from gqa_tensors(layer, layer.attention)
     if options.variant != "cohere":
         yield norm(f"{prefix}.post_attention_layernorm", hidden, layer.index)
-    if options.experts is None:
+    if layer.moe is None:
         yield from mlp_tensors(layer, hidden)
-    else:
-        yield from _expert_tensors(layer, options.experts, hidden)
-
-
-def _expert_tensors(layer: LayerSpec, experts: int, hidden: Extent) -> Iterator[ExpectedTensor]:
-    """Llama 4's experts, stored [experts, in, out], and the one that every token passes."""
-    prefix, inner = f"layers.{layer.index}.mlp", layer.intermediate_size
-    for name, shape in (
-        ("router.weight", (experts, hidden)),
-        ("experts.gate_up_proj", (experts, hidden, times(2, inner))),
-        ("experts.down_proj", (experts, inner, hidden)),
-        ("shared_expert.gate_proj.weight", (inner, hidden)),
-        ("shared_expert.up_proj.weight", (inner, hidden)),
-        ("shared_expert.down_proj.weight", (hidden, inner)),
-    ):
-        yield ExpectedTensor(name=f"{prefix}.{name}", shape=shape, layer=layer.index)
-
-
-def _gqa(options: Eagle1Options, layer: LayerSpec, attention: GQASpec) -> Iterator[ExpectedTensor]:
-    if options.variant != "cohere" or not attention.qk_norm:
-        yield from gqa_tensors(layer, attention)
         return
-    yield from gqa_tensors(layer, replace(attention, qk_norm=False))
-    for name, heads in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
-        yield ExpectedTensor(
-            name=f"layers.{layer.index}.self_attn.{name}.weight",
-            shape=(heads, attention.head_dim),
-            layer=layer.index,
-        )
+    for name, shape in _expert_shapes(layer.moe, hidden).items():
+        yield ExpectedTensor(name=f"{prefix}.mlp.{name}", shape=shape, layer=layer.index)
+
+
+def _expert_shapes(moe: MoESpec, hidden: Extent) -> dict[str, tuple[Extent, ...]]:
+    """Llama 4's experts, stored [experts, in, out], and the one that every token passes."""
+    experts, inner, shared = moe.num_experts, moe.intermediate_size, moe.shared_intermediate_size
+    return {
+        "router.weight": (experts, hidden),
+        "experts.gate_up_proj": (experts, hidden, times(2, inner)),
+        "experts.down_proj": (experts, inner, hidden),
+        "shared_expert.gate_proj.weight": (shared, hidden),
+        "shared_expert.up_proj.weight": (shared, hidden),
+        "shared_expert.down_proj.weight": (hidden, shared),
+    }
+
+
+def _build_experts(layer: LayerSpec, moe: MoESpec, source: TensorSource) -> Any:
+    """Llama 4's experts under the names, and in the orientation, of `layers.MoE`."""
+    from pytest_specdecode.families.building import take_named
+    from pytest_specdecode.layers import MoE
+    from pytest_specdecode.layers.linear import known
+
+    prefix = f"layers.{layer.index}.mlp"
+    hidden = known(None if layer.attention is None else layer.attention.out_features, "hidden_size")
+    known(moe.num_experts, "num_local_experts")
+    known(moe.intermediate_size, "intermediate_size")
+    held = {
+        name: take_named(source, f"{prefix}.{name}", tuple(known(extent, name) for extent in shape))
+        for name, shape in _expert_shapes(moe, hidden).items()
+    }
+    parts = {
+        "gate.weight": held["router.weight"],
+        "experts.gate_up_proj": held["experts.gate_up_proj"].transpose(1, 2),
+        "experts.down_proj": held["experts.down_proj"].transpose(1, 2),
+    }
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        parts[f"shared_experts.{name}.weight"] = held[f"shared_expert.{name}.weight"]
+    return MoE(moe, parts, hidden_size=hidden, hidden_act=layer.hidden_act)
 
 
 def _final_norm(options: Eagle1Options, hidden: Extent) -> ExpectedTensor:
@@ -578,9 +718,10 @@ def _final_norm(options: Eagle1Options, hidden: Extent) -> ExpectedTensor:
     )
 
 
-def _layer_norm(source: TensorSource, name: str, width: Extent, eps: float) -> Any:
+def _norm(options: Eagle1Options, source: TensorSource, name: str, width: Extent, eps: float) -> Any:
     from pytest_specdecode.families.building import take_named
     from pytest_specdecode.layers.linear import known
-    from pytest_specdecode.layers.norms import LayerNorm
+    from pytest_specdecode.layers.norms import LayerNorm, RMSNorm
 
-    return LayerNorm(take_named(source, f"{name}.weight", (known(width, "hidden_size"),)), eps)
+    weight = take_named(source, f"{name}.weight", (known(width, "hidden_size"),))
+    return LayerNorm(weight, eps) if options.layer_norm else RMSNorm(weight, eps)

@@ -12,8 +12,17 @@ The taps are fused by `fc` over their concatenation [T, K * Ht], each normed bef
 Layers from 1 on are plain decoder layers over H. Qwen3-style heads norm each q and k head and may give each layer its own window.
 `Eagle3Head` is all of this but the layers.
 
+ModelOpt may train heads beside `lm_head` (`parallel_draft_step` above 1). After the last step of a round, head i drafts the token i + 1
+places behind the step's own from the same state:
+
+    x = norm(z);  x = x + silu(linear_j(x)) for each block j;  logits_i = the shared lm_head(x), in the draft's vocabulary
+
+They are stored as `parallel_draft_heads.{i}.medusa_layers.{j}.linear.*` and `parallel_draft_heads.lm_head.weight`; the first exporter
+gave each head an `lm_head` of its own. Module names and TensorRT-LLM's (`medusa_heads.{i}.{j}`, `{i}.{j}`) stand for the same.
+
 Sources: SafeAILab/EAGLE `eagle/model/cnets.py`, SpecForge `specforge/modeling/draft/llama3_eagle.py`, vLLM `llama_eagle3.py` and
-`qwen3_eagle3.py`, speculators `models/eagle3`, ModelOpt `modelopt/torch/export/plugins/hf_spec_export.py`.
+`qwen3_eagle3.py`, speculators `models/eagle3`, ModelOpt `modelopt/torch/export/plugins/hf_spec_export.py` and
+`modelopt/torch/speculative/plugins/transformers.py`, TensorRT-LLM `modeling_medusa.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pytest_specdecode.errors import ConfigError
 from pytest_specdecode.families.base import (
     ConfigView,
     ExpectedTensor,
@@ -38,7 +48,7 @@ from pytest_specdecode.families.common import (
     read_vocabulary,
     stores_fused_qkv,
 )
-from pytest_specdecode.families.config import Section
+from pytest_specdecode.families.config import MAX_LAYERS, Section
 from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.families.stepping import SteppingLayer
 from pytest_specdecode.families.tensors import (
@@ -46,7 +56,7 @@ from pytest_specdecode.families.tensors import (
     embedding,
     gqa_tensors,
     mla_tensors,
-    mlp_tensors,
+    moe_tensors,
     norm,
     vocabulary_tensors,
 )
@@ -56,13 +66,17 @@ from pytest_specdecode.spec import (
     GQASpec,
     LayerSpec,
     MLASpec,
+    ParallelHeads,
     Stated,
+    TapsConvention,
     TapsSpec,
     times,
 )
 
 if TYPE_CHECKING:
     import torch
+
+    from pytest_specdecode.layers import Linear
 
 #: Taps that every engine assumes where a file states neither ids nor a count.
 DEFAULT_TAP_COUNT = 3
@@ -75,6 +89,9 @@ _LEGACY = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
+_PARALLEL = "parallel_draft_heads"
+_PARALLEL_BLOCK = re.compile(rf"{_PARALLEL}\.(?:medusa_heads\.)?(\d{{1,6}})\.(\d{{1,6}})\.linear\.(weight|bias)")
+_PARALLEL_HEAD = re.compile(rf"{_PARALLEL}\.(\d{{1,6}})\.\d{{1,6}}\.weight")
 
 
 class Eagle3(Family):
@@ -104,7 +121,8 @@ class Eagle3(Family):
         "rope_scaling": None,
         "torch_dtype": "bfloat16",
         "eagle_aux_hidden_state_layer_ids": [2, 8, 13],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 8, 13], "use_aux_hidden_state": True},
+        # The outputs of layers 1, 7 and 12 are the states entering 2, 8 and 13: served alike by readers of either place.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 7, 12], "use_aux_hidden_state": True},
         "num_target_layers": 16,
     }
 
@@ -134,8 +152,16 @@ class Eagle3(Family):
         """What stands around the layers."""
         return Eagle3Head(spec, source)
 
+    def run_head(self, spec: DraftSpec, head: Eagle3Head, states: torch.Tensor) -> Any:
+        """The logits of the parallel heads, where there are any."""
+        return head.parallel_logits(states) if head.parallel else None
+
+    def faults(self, spec: DraftSpec) -> tuple[ConfigError, ...]:
+        """See `parallel_faults`."""
+        return parallel_faults(spec)
+
     def canonical(self, name: str, root: Section | None = None) -> str:
-        """`midlayer.`, a leading `model.` and the legacy names of heads and tap norms."""
+        """`midlayer.`, a leading `model.`, the legacy names of heads and tap norms, and the other names of parallel heads."""
         return canonical_eagle3(name)
 
     def _tensor_signals(self, view: ConfigView) -> list[Signal]:
@@ -152,13 +178,13 @@ class Eagle3Layer(SteppingLayer):
     """
 
     def __init__(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> None:
-        from pytest_specdecode.families.building import build_attention, build_mlp, build_norm
+        from pytest_specdecode.families.building import build_attention, build_mlp, build_moe, build_norm
 
         prefix = f"layers.{layer.index}"
         self.first = layer.index == 0
         self.norm_before_residual = bool(spec.eagle3 and spec.eagle3.norm_before_residual)
         self.self_attn = build_attention(layer, source)
-        self.mlp = build_mlp(layer, source)
+        self.mlp: Any = build_mlp(layer, source) if layer.moe is None else build_moe(layer, source)
         self.input_layernorm = build_norm(layer, source, f"{prefix}.input_layernorm")
         self.post_attention_layernorm = build_norm(layer, source, f"{prefix}.post_attention_layernorm")
         self.hidden_norm = build_norm(layer, source, f"{prefix}.hidden_norm") if self.first else None
@@ -199,6 +225,7 @@ class Eagle3Head:
         input_norm: norm over K * Ht, or None. fc_norm: a norm per tap, or empty.
         norm: final norm over H.
         lm_head: Linear [Vd, H], or None where the target's serves.
+        parallel: the heads that draft further tokens at once: blocks of one, and the `lm_head` that it ends in; empty without any.
     """
 
     def __init__(self, spec: DraftSpec, source: TensorSource) -> None:
@@ -224,6 +251,7 @@ class Eagle3Head:
         self.norm = normed("norm", hidden)
         head = source.under("lm_head").get("weight")
         self.lm_head = None if head is None else Linear(head, name="lm_head.weight")
+        self.parallel = _parallel_heads(spec, source)
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
         """The first hidden state g [..., H] from the taps side by side, [..., K * Ht]; without `fc`, the state itself."""
@@ -252,9 +280,42 @@ class Eagle3Head:
         scores: torch.Tensor = self.lm_head(self.norm(hidden))
         return scores
 
+    def parallel_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logits [..., Vd] of each parallel head for the last layer's output z [..., H]."""
+        from torch.nn.functional import silu
+
+        found = []
+        for blocks, lm_head in self.parallel:
+            x = self.norm(hidden)
+            for block in blocks:
+                x = x + silu(block(x))
+            found.append(lm_head(x))
+        return tuple(found)
+
     def recycled(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the next draft step takes as its hidden state, from the last layer's output z [..., H]."""
         return self.norm(hidden) if self.norm_output else hidden
+
+
+def _parallel_heads(spec: DraftSpec, source: TensorSource) -> tuple[tuple[list[Linear], Linear], ...]:
+    from pytest_specdecode.families.heads import head_linear
+    from pytest_specdecode.layers.linear import known
+
+    parallel = None if spec.eagle3 is None else spec.eagle3.parallel
+    if parallel is None:
+        return ()
+    hidden, rows = known(spec.hidden_size, "hidden_size"), known(spec.vocabulary.head_rows, "draft_vocab_size")
+    count = known(parallel.num_layers, "parallel_draft_heads_num_layers")
+    shared = head_linear(source, f"{_PARALLEL}.lm_head", rows, hidden) if parallel.shared_head else None
+    found = []
+    for index in range(parallel.num_heads):
+        stem = f"{_PARALLEL}.{index}"
+        blocks = [
+            head_linear(source, f"{stem}.medusa_layers.{place}.linear", hidden, hidden, bias=True)
+            for place in range(count)
+        ]
+        found.append((blocks, head_linear(source, f"{stem}.lm_head", rows, hidden) if shared is None else shared))
+    return tuple(found)
 
 
 def read_attention(view: ConfigView, index: int) -> GQASpec:
@@ -383,7 +444,26 @@ def canonical_eagle3(name: str) -> str:
     for old, new in _LEGACY.items():
         if name.startswith(old):
             return new + name.removeprefix(old)
+    if match := _PARALLEL_BLOCK.fullmatch(name):
+        return f"{_PARALLEL}.{match[1]}.medusa_layers.{match[2]}.linear.{match[3]}"
+    if match := _PARALLEL_HEAD.fullmatch(name):
+        return f"{_PARALLEL}.{match[1]}.lm_head.weight"
     return name
+
+
+def parallel_faults(spec: DraftSpec) -> tuple[ConfigError, ...]:
+    """Parallel heads whose number of blocks is not stated, or cannot be."""
+    parallel = None if spec.eagle3 is None else spec.eagle3.parallel
+    if parallel is None or parallel.num_layers:
+        return ()
+    return (
+        ConfigError(
+            "parallel_draft_step calls for parallel heads, and parallel_draft_heads_num_layers gives them no usable number of blocks",
+            key="eagle_config.parallel_draft_heads_num_layers",
+            got=parallel.num_layers,
+            due="a positive whole number",
+        ),
+    )
 
 
 def parse_eagle3(view: ConfigView, family: str, attention: Any) -> DraftSpec:
@@ -458,10 +538,24 @@ def eagle3_tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
         elif layer.attention is not None:
             yield from gqa_tensors(layer, layer.attention)
         yield norm(f"{prefix}.post_attention_layernorm", hidden, layer.index)
-        yield from mlp_tensors(layer, hidden)
+        yield from moe_tensors(layer, hidden)
     yield norm("norm", hidden)
+    if flags.parallel is not None:
+        yield from _parallel_tensors(spec, flags.parallel)
     yield from vocabulary_tensors(spec, own_head=spec.vocabulary.draft_vocab_size is not None)
     yield embedding(spec, required=None not in (hidden, target_hidden) and hidden != target_hidden)
+
+
+def _parallel_tensors(spec: DraftSpec, parallel: ParallelHeads) -> Iterator[ExpectedTensor]:
+    hidden = spec.hidden_size
+    for index in range(parallel.num_heads):
+        for place in range(parallel.num_layers or 0):
+            name = f"{_PARALLEL}.{index}.medusa_layers.{place}.linear"
+            yield ExpectedTensor(name=f"{name}.weight", shape=(hidden, hidden))
+            yield bias(f"{name}.bias", hidden, True)
+    stems = [_PARALLEL] if parallel.shared_head else [f"{_PARALLEL}.{index}" for index in range(parallel.num_heads)]
+    for stem in stems:
+        yield ExpectedTensor(name=f"{stem}.lm_head.weight", shape=(spec.vocabulary.head_rows, hidden))
 
 
 def _layers_built(view: ConfigView, stated: int | None) -> int:
@@ -482,7 +576,26 @@ def _flags(view: ConfigView) -> Eagle3Flags:
         fc_norm=bool(read("fc_norm", "use_aux_norm")),
         norm_output=bool(read("norm_output", "return_hidden_post_norm")),
         fc_bias=bool(view.root.flag("bias")),
+        parallel=_parallel(view),
     )
+
+
+def _parallel(view: ConfigView) -> ParallelHeads | None:
+    """What ModelOpt's keys say, and the weights of where the heads end; None where each step drafts one token."""
+    nested = view.root.section("eagle_config")
+
+    def read(key: str) -> int | None:
+        value = nested.layers(key)
+        return value if value is not None else view.root.layers(key)
+
+    steps, layers = read("parallel_draft_step"), read("parallel_draft_heads_num_layers")
+    if steps is None or steps < 2:
+        return None
+    heads = steps - 1
+    own = f"{_PARALLEL}.lm_head.weight" not in view.tensors and f"{_PARALLEL}.0.lm_head.weight" in view.tensors
+    # Each may be as many as a draft has layers; together they are no more than that.
+    usable = layers is not None and heads * layers <= MAX_LAYERS
+    return ParallelHeads(num_heads=heads, num_layers=layers if usable else None, shared_head=not own)
 
 
 def _taps(view: ConfigView) -> TapsSpec:
@@ -498,9 +611,13 @@ def _taps(view: ConfigView) -> TapsSpec:
         used = view.root.flag("use_aux_hidden_state")
     counted = view.root.layers("num_aux_hidden_states")
     ids = found[0][1] if found else None
+    convention: TapsConvention | None = "boundary" if view.packaging == "speculators" else None
+    if convention is None and len(found) == 2 and found[1][1] == tuple(id + 1 for id in found[0][1]):
+        # The two places are read by different engines, and lists that are one apart name the same states in both.
+        convention = "output"
     return TapsSpec(
         ids=ids,
-        convention="boundary" if view.packaging == "speculators" else None,
+        convention=convention,
         count=len(ids) if ids else (counted or DEFAULT_TAP_COUNT),
         stated=tuple(stated for stated, _ in found),
         num_target_layers=view.root.extent("num_target_layers", "target_num_hidden_layers"),

@@ -9,8 +9,9 @@ Sources: SGLang `srt/models/kimi_k25_eagle3.py`, vLLM `deepseek_eagle3.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pytest_specdecode.errors import ConfigError
 from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
 from pytest_specdecode.families.common import read_mla
 from pytest_specdecode.families.config import Section
@@ -22,10 +23,14 @@ from pytest_specdecode.families.eagle3 import (
     is_mla,
     key_signals,
     label_signals,
+    parallel_faults,
     parse_eagle3,
     width_signals,
 )
 from pytest_specdecode.spec import DraftSpec, LayerSpec, MLASpec, times
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Eagle3MLA(Family):
@@ -95,6 +100,14 @@ class Eagle3MLA(Family):
     def build_head(self, spec: DraftSpec, source: TensorSource) -> Eagle3Head:
         """What stands around the layers, as in EAGLE3."""
         return Eagle3Head(spec, source)
+
+    def run_head(self, spec: DraftSpec, head: Eagle3Head, states: torch.Tensor) -> Any:
+        """The logits of the parallel heads, where there are any."""
+        return head.parallel_logits(states) if head.parallel else None
+
+    def faults(self, spec: DraftSpec) -> tuple[ConfigError, ...]:
+        """See `parallel_faults`."""
+        return parallel_faults(spec)
 
     def canonical(self, name: str, root: Section | None = None) -> str:
         """As EAGLE3."""

@@ -11,9 +11,17 @@ The head never computes all logits. For a normed output h [H]:
     logits     = lm_head[candidates] @ h
 
 The two factors may be in the file or be made at load from the head's SVD. The window counts the query itself; explicit `layer_types`
-win over `use_sliding_window`, and a `sliding_window` alone turns it on.
+win over `use_sliding_window`, and a `sliding_window` alone turns it on. A layer without RoPE (`use_rope` false, `position_embedding_type`
+none, `partial_rotary_factor` 0: any of them) leaves q and k as they are.
 
-Sources: eagle-harness 0.1.3 `models/eagle4_config.py`, `models/low_rank_head.py`, `sglang/models/llama_eagle4.py`.
+With `enable_moe` the MLP is a mixture of experts under a sigmoid router over bias-corrected scores, `moe_architecture` one of
+
+    nemotron_latent_relu2   Nemotron-H's: experts down(relu(up(x))^2) in a latent space, between `fc1_latent_proj` and `fc2_latent_proj`
+    sparse_swiglu           gated experts over H, the default of a file that names none. No engine builds it; its keys are DeepSeek-V3's
+                            and so, here, are its tensors
+
+Sources: eagle-harness 0.1.3 `models/eagle4_config.py`, `models/eagle4_structure.py`, `models/low_rank_head.py`,
+`sglang/models/llama_eagle4.py`, `vllm/models.py`; `NemotronHMoE` of sglang, vLLM and transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +31,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
+from pytest_specdecode.errors import ConfigError
+from pytest_specdecode.families.base import (
+    ConfigView,
+    ExpectedTensor,
+    Family,
+    ReferenceLayer,
+    Signal,
+    TensorSource,
+    unstated,
+)
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.eagle3 import (
     FULL,
@@ -36,10 +53,14 @@ from pytest_specdecode.families.eagle3 import (
     read_attention,
 )
 from pytest_specdecode.families.tensors import norm
-from pytest_specdecode.spec import DraftSpec, Extent, GQASpec, LayerSpec, times
+from pytest_specdecode.spec import DraftSpec, Extent, GQASpec, LayerSpec, MoESpec, times
 
 if TYPE_CHECKING:
     import torch
+
+
+#: The mixture of experts of Nemotron-H, in a latent space.
+LATENT = "nemotron_latent_relu2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +74,7 @@ class Eagle4Options:
         attn_norm: the layer's input goes through `eh_proj` and a norm of its own.
         uses_rope: whether queries and keys rotate.
         experts: the architecture of a mixture-of-experts MLP as stated, or None for a dense one.
+        shared_experts: experts beside those that every token passes.
     """
 
     head_type: str | None = None
@@ -61,6 +83,7 @@ class Eagle4Options:
     attn_norm: bool = False
     uses_rope: bool = True
     experts: str | None = None
+    shared_experts: int = 0
 
 
 class Eagle4(Family):
@@ -124,14 +147,20 @@ class Eagle4(Family):
         def attention(view: ConfigView, index: int) -> GQASpec:
             found = read_attention(view, index)
             width = view.layer.extent("hidden_size") if options.attn_norm else found.in_features
-            return replace(found, in_features=width, sliding_window=_window(view, index))
+            window = _window(view, index)
+            return replace(found, in_features=width, sliding_window=window, rotates=options.uses_rope)
 
         spec = parse_eagle3(view, self.name, attention)
         flags = spec.eagle3
         if flags is not None and view.root.flag("enable_fc_norm"):
             flags = replace(flags, fc_norm=True)
         layers = tuple(
-            replace(layer, layer_type=FULL if _window(view, layer.index) is None else SLIDING) for layer in spec.layers
+            replace(
+                layer,
+                layer_type=FULL if _window(view, layer.index) is None else SLIDING,
+                moe=None if options.experts is None else _moe(view, latent=options.experts == LATENT),
+            )
+            for layer in spec.layers
         )
         return replace(spec, layers=layers, eagle3=flags, options=options)
 
@@ -152,6 +181,24 @@ class Eagle4(Family):
         whole = head.down_proj is not None and head.scores is not None and head.lm_head is not None
         return head.candidates(states) if whole else None
 
+    def faults(self, spec: DraftSpec) -> tuple[ConfigError, ...]:
+        """Sizes of the experts that the file leaves open."""
+        moe = next((layer.moe for layer in spec.layers), None)
+        if moe is None:
+            return ()
+        keys = {
+            "n_routed_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.intermediate_size,
+            **({"moe_latent_size": moe.latent_size} if moe.latent else {}),
+            **(
+                {"moe_shared_expert_intermediate_size": moe.shared_intermediate_size}
+                if _of(spec).shared_experts
+                else {}
+            ),
+        }
+        return tuple(unstated(**keys))
+
     def canonical(self, name: str, root: Section | None = None) -> str:
         """As EAGLE3, and `fc.linear` for `fc`."""
         name = canonical_eagle3(name)
@@ -162,15 +209,10 @@ class Eagle4Layer(Eagle3Layer):
     """The layer in either of its forms; see the module's formula."""
 
     def __init__(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> None:
-        from pytest_specdecode.errors import NoReferenceError
         from pytest_specdecode.families.building import build_norm, take_named
         from pytest_specdecode.layers import Linear
 
         options = _of(spec)
-        if options.experts is not None:
-            raise NoReferenceError(f"experts ({options.experts}) have no reference forward here")
-        if not options.uses_rope:
-            raise NoReferenceError("an EAGLE-4 layer without rotation has no reference forward here")
         super().__init__(spec, layer, source)
         self.eh_proj: Linear | None = None
         if options.attn_norm:
@@ -263,6 +305,32 @@ def _options(view: ConfigView) -> Eagle4Options:
         attn_norm=bool(view.root.flag("attn_norm")),
         uses_rope=not still,
         experts=experts,
+        shared_experts=0 if experts is None else view.root.extent("n_shared_experts") or 0,
+    )
+
+
+def _moe(view: ConfigView, *, latent: bool) -> MoESpec:
+    """The experts as engines' Nemotron-H block reads them; shared ones are together `n_shared_experts` times as wide as one."""
+    inner = view.root.extent("moe_intermediate_size")
+    shared = view.root.extent("moe_shared_expert_intermediate_size")
+    shared = inner if shared is None and not latent else shared
+    count = view.root.extent("n_shared_experts")
+    normed, scale = view.root.flag("norm_topk_prob"), view.root.number("routed_scaling_factor")
+    groups = view.root.extent("n_group") or 1
+    return MoESpec(
+        num_experts=view.root.extent("n_routed_experts"),
+        top_k=view.root.extent("num_experts_per_tok"),
+        intermediate_size=inner,
+        shared_intermediate_size=times(count, shared) if count else None,
+        scoring="sigmoid",
+        norm_topk_prob=normed is not False,
+        routed_scaling_factor=1.0 if scale is None else scale,
+        n_group=groups,
+        topk_group=view.root.extent("topk_group") or groups,
+        correction_bias=True,
+        gated=not latent,
+        latent=latent,
+        latent_size=view.root.extent("moe_latent_size") if latent else None,
     )
 
 

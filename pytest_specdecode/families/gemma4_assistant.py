@@ -326,10 +326,9 @@ class AssistantHead:
         self.pre_projection = head_linear(source, "pre_projection", hidden, 2 * width)
         self.post_projection = head_linear(source, "post_projection", width, hidden)
         self.norm = RMSNorm(take(source.under("norm"), "weight", (hidden,)), spec.norm_eps)
-        own = source.under("lm_head") or source.under("embed_tokens")
-        self.lm_head = take(
-            {f"lm_head.{name}": value for name, value in own.items()}, "lm_head.weight", (self.vocab_size, hidden)
-        )
+        place = "lm_head" if source.under("lm_head") else "embed_tokens"
+        own = {f"{place}.{name}": value for name, value in source.under(place).items()}
+        self.lm_head = take(own, f"{place}.weight", (self.vocab_size, hidden))
         self.centroids: Any = None
         if options.ordered:
             count = known(options.num_centroids, "num_centroids")

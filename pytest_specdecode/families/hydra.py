@@ -10,33 +10,57 @@ The weights are a pickle, `hydra_lm_head.pt`. Block j of head i is `hydra_mlp.{i
 before the dropouts start at 0. The prefix layer is called `prefix_embeding_layer`, and its sizes are those of the base model, which the
 configuration names and does not repeat.
 
-The forms `cross-attn` and `eagle-attn` have one attention layer in place of the heads. Their tensors are known here, their forwards are
-not.
+Two forms have one causal decoder layer in place of the heads, run once per drafted token. For the embeddings e of the tokens behind the
+positions and the states h at the positions, the target's and then the layer's own, both [T, H]:
 
-Sources: zankner/Hydra `hydra/model/hydra_heads`.
+    cross-attn   y = e + cross_attn(queries of input_layernorm(e), keys and values of input_layernorm(h))    one norm for both
+    eagle-attn   x = fc([e, h]) with a bias;  y = x + self_attn(input_layernorm(x))
+    both         z = y + mlp(post_attention_layernorm(y));  logits = the target's head (z), with no norm between
+
+These need one head, one layer and grounded heads. Query and key of a position turn by the same angle.
+
+Sources: zankner/Hydra `hydra/model/hydra_heads`: `prefix_mlp_head.py`, `cross_attention_head.py`, `eagle_head.py`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_specdecode.errors import NoReferenceError
-from pytest_specdecode.families.base import ConfigView, ExpectedTensor, Family, ReferenceLayer, Signal, TensorSource
+from pytest_specdecode.errors import ConfigError, LayerBuildError
+from pytest_specdecode.families.base import (
+    ConfigView,
+    ExpectedTensor,
+    Family,
+    ReferenceLayer,
+    Signal,
+    TensorSource,
+    unstated,
+)
 from pytest_specdecode.families.common import read_dtype, read_eps, read_head_dim, read_vocabulary, stores_fused_qkv
 from pytest_specdecode.families.config import Section
 from pytest_specdecode.families.heads import HeadLayer, head_linear
 from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.families.stepping import SteppingLayer
 from pytest_specdecode.families.tensors import gqa_tensors, mlp_tensors, norm
-from pytest_specdecode.spec import DraftSpec, Extent, GQASpec, LayerSpec, TapsSpec, VocabularySpec, plus, times
+from pytest_specdecode.spec import DraftSpec, Extent, GQASpec, LayerSpec, TapsSpec, VocabularySpec, times
 
 if TYPE_CHECKING:
     import torch
 
 _PREFIX = "prefix_embeding_layer"
+_MLPS = ("mlp", "prefix-mlp")
+#: What the decoder layer of each form is called, by what `layers.{i}.*` calls it; the first that fits.
+_STORED: dict[str, tuple[tuple[str, str], ...]] = {
+    "prefix-mlp": (("", f"{_PREFIX}.layers.0."),),
+    "cross-attn": (("self_attn.", "cross_attn."), ("", "")),
+    "eagle-attn": (("", "attn."),),
+}
+#: The query projections by which the forms without heads are known.
+_QUERIES = ("cross_attn.q_proj.weight", "attn.self_attn.q_proj.weight")
 _HEAD = re.compile(r"hydra_(?:mlp|lm_head)\.(\d{1,6})\.")
 _OLD_HEAD = re.compile(r"hydra_lm_head\.(\d{1,6})\.(weight|bias)")
 _OLD_BLOCK = re.compile(r"hydra_mlp\.(\d{1,6})\.0\.(.+)")
@@ -51,13 +75,14 @@ class HydraOptions:
         arch: `mlp`, `prefix-mlp`, `cross-attn` or `eagle-attn`.
         num_layers: blocks of one head, or None.
         grounded: whether heads read embeddings of drafted tokens.
-        prefix: the prefix layer as the weights and the configuration show it; None where the form has none.
+        decoder: the prefix layer, or the one that stands in place of the heads, as the weights and the configuration show it; None
+            where the form has none.
     """
 
     arch: str
     num_layers: Extent
     grounded: bool
-    prefix: LayerSpec | None = None
+    decoder: LayerSpec | None = None
 
 
 class Hydra(Family):
@@ -66,7 +91,9 @@ class Hydra(Family):
     name = "hydra"
     title = "Hydra"
     packagings: tuple[str, ...] = ("plain",)
-    fused_kv = "Hydra's heads have no attention, and its one prefix layer has K/V of its own; there is nothing to stack"
+    fused_kv = (
+        "Hydra's heads have no attention, and its one decoder layer has K/V of its own; there is nothing to stack"
+    )
     tiny: Mapping[str, Any] = {
         "hydra_num_heads": 3,
         "hydra_num_layers": 2,
@@ -88,16 +115,16 @@ class Hydra(Family):
     }
 
     def signals(self, view: ConfigView) -> list[Signal]:
-        """The label, a first head in the weights, or Hydra's own keys."""
+        """The label, a first head or the layer in its place in the weights, or Hydra's own keys."""
         found = [
             Signal(family=self.name, kind="label", where=f"architectures[{position}]", value=architecture)
             for position, architecture in enumerate(view.root.texts("architectures"))
             if re.match(r"Hydra", architecture)
         ]
-        head = view.tensors.get("hydra_lm_head.0.1.weight")
-        if head is not None:
-            where = "hydra_lm_head.0.1.weight"
-            found.append(Signal(family=self.name, kind="tensors", where=where, value=list(head.shape)))
+        for where in ("hydra_lm_head.0.1.weight", *_QUERIES):
+            header = view.tensors.get(where)
+            if header is not None:
+                found.append(Signal(family=self.name, kind="tensors", where=where, value=list(header.shape)))
         found += [
             Signal(family=self.name, kind="keys", where=key, value=view.root.raw(key))
             for key in ("hydra_num_heads", "hydra_num_layers", "hydra_head_arch")
@@ -108,18 +135,22 @@ class Hydra(Family):
     def parse(self, view: ConfigView) -> DraftSpec:
         """The spec; sizes that the configuration leaves to the base model are those of the weights."""
         stated = view.root.layers("hydra_num_heads")
-        arch = view.root.text("hydra_head_arch") or "mlp"
-        head = view.tensors.get("hydra_lm_head.0.1.weight")
+        arch = _arch(view)
+        head = next(
+            (view.tensors[name] for name in ("hydra_lm_head.0.1.weight", *_QUERIES) if name in view.tensors), None
+        )
         shape: tuple[Extent, ...] = head.shape if head is not None and len(head.shape) == 2 else (None, None)
         hidden = view.layer.extent("hidden_size")
         hidden = shape[1] if hidden is None else hidden
         vocabulary = read_vocabulary(view)
-        if vocabulary.vocab_size is None:
+        if vocabulary.vocab_size is None and arch in _MLPS:
             vocabulary = VocabularySpec(vocab_size=shape[0])
-        heads = tuple(LayerSpec(index=index) for index in range(stated or 0)) if arch.endswith("mlp") else ()
-        prefix = _prefix_layer(view, len(heads), hidden) if arch == "prefix-mlp" else None
-        # Without the number of its heads the prefix layer cannot be run, and the configuration need not repeat the base model's.
-        runs = prefix is not None and isinstance(prefix.attention, GQASpec) and prefix.attention.num_heads is not None
+        heads = tuple(LayerSpec(index=index) for index in range(stated or 0)) if arch in _MLPS else ()
+        decoder = _decoder(view, arch, len(heads), hidden) if arch in _STORED else None
+        # Without the number of its heads the layer cannot be run, and the configuration need not repeat the base model's.
+        runs = (
+            decoder is not None and isinstance(decoder.attention, GQASpec) and decoder.attention.num_heads is not None
+        )
         return DraftSpec(
             family=self.name,
             packaging=view.packaging,
@@ -129,7 +160,7 @@ class Hydra(Family):
             target_hidden_size=hidden,
             num_hidden_layers=stated,
             layer_key="hydra_num_heads",
-            layers=(*heads, prefix) if runs and prefix is not None else heads,
+            layers=(*heads, decoder) if runs and decoder is not None else heads,
             vocabulary=vocabulary,
             taps=TapsSpec(required=False),
             dtype=read_dtype(view),
@@ -138,20 +169,18 @@ class Hydra(Family):
                 arch=arch,
                 num_layers=view.root.layers("hydra_num_layers"),
                 grounded=bool(view.root.flag("grounded_heads")),
-                prefix=prefix,
+                decoder=decoder,
             ),
         )
 
     def tensors(self, spec: DraftSpec) -> tuple[ExpectedTensor, ...]:
-        """The heads, the prefix layer where there is one, and what the base model leaves in the file."""
+        """The heads, the decoder layer where there is one, and what the base model leaves in the file."""
         options = spec.options
         assert isinstance(options, HydraOptions)
         found = [tensor for layer in spec.layers if layer.attention is None for tensor in _head_tensors(spec, layer)]
-        if options.prefix is not None:
-            found += _prefix_tensors(options.prefix, spec.hidden_size)
-        if options.arch in ("cross-attn", "eagle-attn"):
-            found += _attention_tensors(options.arch, spec.hidden_size)
-        names = ["input_embed_fn", "lm_head", *([f"{_PREFIX}.embed_tokens"] if options.prefix is not None else [])]
+        if options.decoder is not None:
+            found += _decoder_tensors(options.arch, options.decoder, spec.hidden_size)
+        names = ["input_embed_fn", "lm_head", *([f"{_PREFIX}.embed_tokens"] if options.arch == "prefix-mlp" else [])]
         found += [
             ExpectedTensor(
                 name=f"{name}.weight",
@@ -164,24 +193,46 @@ class Hydra(Family):
         return tuple(found)
 
     def no_layers_reason(self, spec: DraftSpec) -> str | None:
-        """The forms with an attention layer in place of the heads have no reference forward."""
+        """The layer in place of the heads has the base model's sizes, which the configuration need not repeat."""
         options = spec.options
         assert isinstance(options, HydraOptions)
-        return None if options.arch.endswith("mlp") else _unwritten(options.arch)
+        if options.arch in _MLPS or options.decoder is None:
+            return None
+        return "the configuration does not state num_attention_heads, which the layer has from its base model"
+
+    def faults(self, spec: DraftSpec) -> tuple[ConfigError, ...]:
+        """A form that is not known, one without its number of blocks, and a layer in place of the heads that is not grounded or not one."""
+        options = spec.options
+        assert isinstance(options, HydraOptions)
+        if options.arch not in ("mlp", *_STORED):
+            message = "hydra_head_arch is no form of Hydra's that is known"
+            due = ["mlp", *_STORED]
+            return (ConfigError(message, key="hydra_head_arch", got=options.arch, due=due),)
+        if options.arch in _MLPS:
+            return tuple(unstated(hydra_num_layers=options.num_layers))
+        values = {"hydra_num_heads": spec.num_hidden_layers, "hydra_num_layers": options.num_layers}
+        found = [
+            ConfigError(f"{key} is not 1, which Hydra's {options.arch} form is built for", key=key, got=value, due=1)
+            for key, value in values.items()
+            if value != 1
+        ]
+        if not options.grounded:
+            message = f"grounded_heads is not true; Hydra's {options.arch} form reads embeddings"
+            found.append(ConfigError(message, key="grounded_heads", got=False, due=True))
+        return tuple(found)
 
     def build_layer(self, spec: DraftSpec, layer: LayerSpec, source: TensorSource) -> ReferenceLayer:
-        """A head, or the prefix layer behind the last of them.
-
-        Raises:
-            NoReferenceError: the form is `cross-attn` or `eagle-attn`.
-        """
+        """A head, the prefix layer behind the last of them, or the layer in their place."""
         options = spec.options
         assert isinstance(options, HydraOptions)
-        if not options.arch.endswith("mlp"):
-            raise NoReferenceError(_unwritten(options.arch))
         if layer.attention is None:
             return HydraHead(spec, layer, source)
-        return HydraPrefix(layer, _Moved(source, f"layers.{layer.index}", f"{_PREFIX}.layers.0"))
+        stem = f"layers.{layer.index}."
+        moved = _Moved(source, stem, options.arch)
+        with _named(stem, options.arch):
+            if options.arch == "cross-attn":
+                return HydraCross(layer, moved)
+            return HydraEagle(layer, moved) if options.arch == "eagle-attn" else HydraPrefix(layer, moved)
 
     def canonical(self, name: str, root: Section | None = None) -> str:
         """Names of files from before the dropouts; where a head has several blocks those cannot be told apart, and stay."""
@@ -240,10 +291,8 @@ class HydraHead(HeadLayer):
         return logits
 
 
-class HydraPrefix(SteppingLayer):
-    """The prefix layer: one Llama layer over the target's hidden states, and the norm behind it."""
-
-    reads = ("hidden",)
+class HydraDecoder(SteppingLayer):
+    """What the three forms with a decoder layer share: a Llama layer's parts."""
 
     def __init__(self, layer: LayerSpec, source: TensorSource) -> None:
         from pytest_specdecode.families.building import build_attention, build_mlp, build_norm
@@ -253,34 +302,127 @@ class HydraPrefix(SteppingLayer):
         self.self_attn = build_attention(layer, source)
         self.post_attention_layernorm = build_norm(layer, source, f"{prefix}.post_attention_layernorm")
         self.mlp = build_mlp(layer, source)
+
+    def decode(self, states: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+        """The layer over one sequence of states: `[T, H]` or `[B, T, H]` to the same shape."""
+        return self.fed(states + self.self_attn(self.input_layernorm(states), positions, cache=cache))
+
+    def fed(self, attended: torch.Tensor) -> torch.Tensor:
+        """What follows the attention."""
+        out: torch.Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
+        return out
+
+
+class HydraPrefix(HydraDecoder):
+    """The prefix layer: one Llama layer over the target's hidden states, and the norm behind it."""
+
+    reads = ("hidden",)
+
+    def __init__(self, layer: LayerSpec, source: TensorSource) -> None:
+        from pytest_specdecode.families.building import build_norm
+
+        super().__init__(layer, source)
         self.norm = build_norm(layer, source, f"{_PREFIX}.norm")
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, cache: Any = None) -> torch.Tensor:
         """`[T, H]` or `[B, T, H]` to the same shape."""
-        attended = hidden + self.self_attn(self.input_layernorm(hidden), positions, cache=cache)
-        out: torch.Tensor = self.norm(attended + self.mlp(self.post_attention_layernorm(attended)))
+        out: torch.Tensor = self.norm(self.decode(hidden, positions, cache))
         return out
 
 
-class _Moved:
-    """A source in which the tensors under `new` are asked for under `old`."""
+class HydraEagle(HydraDecoder):
+    """The layer of `eagle-attn`; see the module's formula."""
 
-    def __init__(self, source: TensorSource, old: str, new: str) -> None:
-        self._source, self._old, self._new = source, old, new
+    def __init__(self, layer: LayerSpec, source: TensorSource) -> None:
+        super().__init__(layer, source)
+        hidden = self.input_layernorm.weight.shape[0]
+        self.fc = head_linear(source, "fc", hidden, 2 * hidden, bias=True)
+
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any = None
+    ) -> torch.Tensor:
+        """The new states z, which the target's head reads and the next step takes as `hidden`.
+
+        Args:
+            embeds: [T, H] or [B, T, H], of the tokens behind the positions.
+            hidden: like `embeds`.
+            positions: [T] or [B, T], absolute.
+            cache: what `new_cache` gave, to continue a sequence.
+        """
+        import torch
+
+        return self.decode(self.fc(torch.cat([embeds, hidden], dim=-1)), positions, cache)
+
+
+class HydraCross(HydraDecoder):
+    """The layer of `cross-attn`; see the module's formula."""
+
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any = None
+    ) -> torch.Tensor:
+        """The new states z; arguments as for `HydraEagle`. The cache holds keys and values of hidden states."""
+        from pytest_specdecode.layers.attention import attend, visibility
+
+        attention, rows = self.self_attn, positions.expand(hidden.shape[:-1])
+        new = (*attention.kv(self.input_layernorm(hidden), positions), rows)
+        k, v, key_positions = new if cache is None else cache.joined(*new)
+        if cache is not None:
+            cache.append(*new)
+        heads = attend(
+            attention.q(self.input_layernorm(embeds), positions),
+            k,
+            v,
+            scaling=attention.scaling,
+            visible=visibility(rows, key_positions, causal=True),
+        )
+        return self.fed(embeds + attention.o_proj(heads.flatten(-2)))
+
+
+class _Moved:
+    """A source in which the tensors of the form's decoder layer are asked for under `stem`."""
+
+    def __init__(self, source: TensorSource, stem: str, arch: str) -> None:
+        self._source, self._stem, self._arch = source, stem, arch
 
     def under(self, prefix: str) -> dict[str, torch.Tensor]:
-        if prefix.startswith(f"{self._old}."):
-            prefix = self._new + prefix.removeprefix(self._old)
-        return self._source.under(prefix)
+        return self._source.under(_stored(prefix, self._stem, self._arch))
 
 
-def _unwritten(arch: str) -> str:
-    return f"there is no reference forward for Hydra's {arch} form, which has one attention layer in place of its heads"
+@contextmanager
+def _named(stem: str, arch: str) -> Iterator[None]:
+    """Inside, a LayerBuildError names a tensor of the decoder layer as it is stored."""
+    try:
+        yield
+    except LayerBuildError as error:
+        key = None if error.key is None else _stored(error.key, stem, arch)
+        raise LayerBuildError(error.message, path=error.path, key=key, got=error.got, due=error.due) from error
 
 
-def _prefix_layer(view: ConfigView, index: int, hidden: Extent) -> LayerSpec:
+def _stored(name: str, stem: str, arch: str) -> str:
+    """The stored name of what is called `name` under `stem`; any other name as it is."""
+    if not name.startswith(stem):
+        return name
+    # A module asked for as a whole has no dot behind it.
+    rest = name.removeprefix(stem)
+    old, new = next((old, new) for old, new in _STORED[arch] if f"{rest}.".startswith(old))
+    return (new + f"{rest}.".removeprefix(old)).removesuffix(".")
+
+
+def _arch(view: ConfigView) -> str:
+    """The form as stated, else as the weights show it."""
+    stated = view.root.text("hydra_head_arch")
+    if stated is not None:
+        return stated
+    if _QUERIES[0] in view.tensors:
+        return "cross-attn"
+    if _QUERIES[1] in view.tensors:
+        return "eagle-attn"
+    return "prefix-mlp" if any(name.startswith(_PREFIX) for name in view.tensors) else "mlp"
+
+
+def _decoder(view: ConfigView, arch: str, index: int, hidden: Extent) -> LayerSpec:
     def rows(name: str) -> Extent:
-        header = view.tensors.get(f"{_PREFIX}.layers.0.{name}.weight")
+        header = view.tensors.get(_stored(f"layers.{index}.{name}.weight", f"layers.{index}.", arch))
         return header.shape[0] if header is not None and len(header.shape) == 2 else None
 
     heads = view.layer.extent("num_attention_heads")
@@ -302,7 +444,7 @@ def _prefix_layer(view: ConfigView, index: int, hidden: Extent) -> LayerSpec:
             in_features=hidden,
             out_features=hidden,
             rope=read_rope(view.layer, head_dim=head_dim),
-            fused_qkv=stores_fused_qkv(view, 0, stem=f"{_PREFIX}.layers"),
+            fused_qkv=arch == "prefix-mlp" and stores_fused_qkv(view, 0, stem=f"{_PREFIX}.layers"),
         ),
         intermediate_size=rows("mlp.gate_proj") if inner is None else inner,
         hidden_act=view.layer.text("hidden_act") or "silu",
@@ -327,35 +469,23 @@ def _head_tensors(spec: DraftSpec, layer: LayerSpec) -> Iterator[ExpectedTensor]
     yield from linear(f"hydra_lm_head.{layer.index}.1", spec.vocabulary.vocab_size, hidden)
 
 
-def _prefix_tensors(layer: LayerSpec, hidden: Extent) -> Iterator[ExpectedTensor]:
+def _decoder_tensors(arch: str, layer: LayerSpec, hidden: Extent) -> Iterator[ExpectedTensor]:
     assert isinstance(layer.attention, GQASpec)
-    old, new = f"layers.{layer.index}", f"{_PREFIX}.layers.0"
+    stem = f"layers.{layer.index}."
     tensors = [
-        norm(f"{old}.input_layernorm", hidden, layer.index),
+        norm(f"{stem}input_layernorm", hidden, layer.index),
         *gqa_tensors(layer, layer.attention),
-        norm(f"{old}.post_attention_layernorm", hidden, layer.index),
+        norm(f"{stem}post_attention_layernorm", hidden, layer.index),
         *mlp_tensors(layer, hidden),
     ]
+    # The base model is a Llama, whose heads together are as wide as its states.
+    whole = {"q_proj.weight": (hidden, hidden), "o_proj.weight": (hidden, hidden)}
     for tensor in tensors:
-        yield replace(tensor, name=new + tensor.name.removeprefix(old))
-    yield norm(f"{_PREFIX}.norm", hidden, layer.index)
-
-
-def _attention_tensors(arch: str, hidden: Extent) -> Iterator[ExpectedTensor]:
-    """One attention layer, its widths those of the base model as far as the configuration does not tell."""
-    prefix, attention = ("", "cross_attn") if arch == "cross-attn" else ("attn.", "attn.self_attn")
-    for name, shape in {
-        f"{attention}.q_proj": (hidden, hidden),
-        f"{attention}.k_proj": (None, hidden),
-        f"{attention}.v_proj": (None, hidden),
-        f"{attention}.o_proj": (hidden, hidden),
-        f"{prefix}mlp.gate_proj": (None, hidden),
-        f"{prefix}mlp.up_proj": (None, hidden),
-        f"{prefix}mlp.down_proj": (hidden, None),
-    }.items():
-        yield ExpectedTensor(name=f"{name}.weight", shape=shape)
-    yield norm(f"{prefix}input_layernorm", hidden)
-    yield norm(f"{prefix}post_attention_layernorm", hidden)
-    if arch == "eagle-attn":
-        yield ExpectedTensor(name="fc.weight", shape=(hidden, plus(hidden, hidden)))
-        yield ExpectedTensor(name="fc.bias", shape=(hidden,))
+        shape = whole.get(tensor.name.removeprefix(f"{stem}self_attn."), tensor.shape)
+        shape = tensor.shape if None not in tensor.shape else shape
+        yield replace(tensor, name=_stored(tensor.name, stem, arch), shape=shape)
+    if arch == "prefix-mlp":
+        yield norm(f"{_PREFIX}.norm", hidden, layer.index)
+    elif arch == "eagle-attn":
+        yield ExpectedTensor(name="fc.weight", shape=(hidden, times(2, hidden)), layer=layer.index)
+        yield ExpectedTensor(name="fc.bias", shape=(hidden,), layer=layer.index)

@@ -7,20 +7,26 @@ For the embedding of the token that was just accepted and the hidden state befor
     z = y + mlp(post_attention_layernorm(y))          mlp: the target's kind, often a mixture of experts
     h = norm(z)                                       recycled, and read by the target's head
 
-The same tensors go by five sets of names. N is the target's depth, i counts from 0; canonical names are `layers.{i}.*`:
+The same tensors go by several sets of names. N is the target's depth, i counts from 0; canonical names are `layers.{i}.*`:
 
     DeepSeek, GLM, Kimi, …   model.layers.{N+i}.{enorm,hnorm,eh_proj,shared_head.norm, block}
     MiMo                     model.mtp_layers.{i}.{token_layernorm,hidden_layernorm,input_proj,final_layernorm, block}
+    MiMo-V2                  model.mtp.layers.{i}.{enorm,hnorm,eh_proj,pre_mlp_layernorm,final_layernorm, block}
+    LongCat                  model.mtp.layers.0.{enorm.m,hnorm.m,eh_proj,transformer_layer.mlp, block}, model.mtp.norm
     ERNIE                    model.mtp_{emb_norm,hidden_norm,linear_proj}.{i}, model.mtp_block.{i}.*; the target's own norm closes it
     Qwen3-Next, Qwen3.5, …   mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm}, once; mtp.layers.{i}.*
     speculators              mtp_layers.{i}.*, MiMo's names in DeepSeek's order
     DeepSeek-V4              mtp.{i}.*, its block's own names
 
-Qwen's and Step's norms multiply by 1 + w. vLLM sets the embedding of position 0 to zero for DeepSeek's, MiMo's and ERNIE's layers, not
-for Qwen's. The block of a DeepSeek-V4 stage runs on four parallel residual streams; its tensors are known here, its forward is not.
+SGLang's exporter cuts a DeepSeek layer out of its target: `...ForCausalLMNextN` with num_hidden_layers 1, the layer's names counted from
+0. Its other keys stay the target's, so what they say of the first layers is not about this one.
 
-Sources: vLLM `deepseek_mtp.py`, `mimo_mtp.py`, `ernie_mtp.py`, `qwen3_next_mtp.py`, `models/deepseek_v4`; transformers `MtpLayer`;
-speculators `models/mtp`, `convert/mtp`.
+Qwen's and Step's norms multiply by 1 + w. vLLM sets the embedding of position 0 to zero for DeepSeek's, MiMo's and ERNIE's layers, not
+for the others'. MiMo-V2's heads are wider in K than in V, and LongCat scales its low-rank states; of those two the tensors are known
+here, the forward is not. The block of a DeepSeek-V4 stage runs on parallel residual streams; its formula stands in `deepseek_v4_layers`.
+
+Sources: vLLM `deepseek_mtp.py`, `mimo_mtp.py`, `mimo_v2_mtp.py`, `longcat_flash_mtp.py`, `ernie_mtp.py`, `qwen3_next_mtp.py`,
+`models/deepseek_v4`; SGLang `scripts/export_deepseek_nextn.py`; transformers `MtpLayer`; speculators `models/mtp`, `convert/mtp`.
 """
 
 from __future__ import annotations
@@ -48,10 +54,18 @@ from pytest_specdecode.families.common import (
     stores_fused_qkv,
 )
 from pytest_specdecode.families.config import Section
-from pytest_specdecode.families.deepseek_v4 import MAX_EXPERTS, StageSpec, head_streams, read_stage, stage_tensors
+from pytest_specdecode.families.deepseek_v4 import (
+    StageSpec,
+    head_streams,
+    read_stage,
+    read_stage_moe,
+    read_stage_rope,
+    stage_tensors,
+)
+from pytest_specdecode.families.dflash import sink
 from pytest_specdecode.families.rope import read_rope
 from pytest_specdecode.families.stepping import SteppingLayer
-from pytest_specdecode.families.tensors import gqa_tensors, mla_tensors, mlp_tensors, norm
+from pytest_specdecode.families.tensors import gqa_tensors, mla_tensors, moe_tensors, norm
 from pytest_specdecode.spec import (
     DraftSpec,
     Extent,
@@ -68,7 +82,7 @@ from pytest_specdecode.spec import (
 if TYPE_CHECKING:
     import torch
 
-Style = Literal["deepseek", "mimo", "ernie", "qwen", "deepseek-v4", "speculators"]
+Style = Literal["deepseek", "mimo", "mimo-v2", "longcat", "ernie", "qwen", "deepseek-v4", "speculators"]
 
 _LABEL = re.compile(r"MTP|NextN")
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
@@ -78,18 +92,24 @@ _FOREIGN = re.compile(r"dspark_|eagle_|dflash_config$|speculators_model_type$|dr
 _COUNTED = re.compile(r"(?:(?:model|language_model)\.)*layers\.(?P<index>\d{1,6})\.(?P<rest>.+)")
 _NAMED = re.compile(r"(?:(?:model|language_model)\.)*mtp_layers\.(\d{1,6})\.(.+)")
 _QWEN_LAYER = re.compile(r"(?:(?:model|language_model)\.)*mtp\.layers\.(\d{1,6})\.(.+)")
-_QWEN_STEM = re.compile(r"(?:(?:model|language_model)\.)*mtp\.(fc|norm|pre_fc_norm_embedding|pre_fc_norm_hidden)\.(.+)")
+_QWEN_STEM = re.compile(
+    r"(?:(?:model|language_model)\.)*mtp\.(fc|norm|embed_tokens|pre_fc_norm_embedding|pre_fc_norm_hidden)\.(.+)"
+)
 _STAGE = re.compile(r"(?:(?:model|language_model)\.)*mtp\.(\d{1,6})\.(.+)")
 _ERNIE = re.compile(r"(?:(?:model|language_model)\.)*mtp_(emb_norm|hidden_norm|linear_proj|block)\.(\d{1,6})\.(.+)")
 _LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)")
 
 _STEM = {"fc": "eh_proj", "norm": "shared_head.norm", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+#: LongCat's one layer keeps these beside it.
+_BESIDE = {"norm": "shared_head.norm", "embed_tokens": "embed_tokens"}
 _MIMO = {
     "token_layernorm.": "enorm.",
     "hidden_layernorm.": "hnorm.",
     "input_proj.": "eh_proj.",
     "final_layernorm.": "shared_head.norm.",
 }
+_MIMO_V2 = {"final_layernorm.": "shared_head.norm.", "pre_mlp_layernorm.": "post_attention_layernorm."}
+_LONGCAT = {"enorm.m.": "enorm.", "hnorm.m.": "hnorm.", "transformer_layer.mlp.": "mlp."}
 _ERNIE_STEM = {"emb_norm": "enorm.", "hidden_norm": "hnorm.", "linear_proj": "eh_proj.", "block": ""}
 _REST = {"mtp_block.": "", "shared_head.output.": "shared_head.head."}
 
@@ -128,7 +148,7 @@ class MTP(Family):
 
     name = "mtp"
     title = "MTP / NextN"
-    packagings: tuple[str, ...] = ("embedded", "speculators")
+    packagings: tuple[str, ...] = ("embedded", "plain", "speculators")
     fused_kv = "a prediction layer computes the K/V of its own steps; no engine stacks them over layers"
     tiny: Mapping[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -242,20 +262,24 @@ class MTP(Family):
         """The reference layer; a block of fp8 weights is multiplied by its scales first.
 
         Raises:
-            NoReferenceError: a DeepSeek-V4 stage, or latent attention with one `q_proj`.
+            NoReferenceError: a DeepSeek-V4 stage that is quantised, or a layer of MiMo-V2 or LongCat.
         """
         options = spec.options
         assert isinstance(options, MTPOptions)
         if options.stage is not None:
-            raise NoReferenceError("the reference forward of a DeepSeek-V4 stage is not written")
-        if isinstance(layer.attention, MLASpec) and layer.attention.q_lora_rank is None:
-            raise NoReferenceError("the reference forward of latent attention with a whole q_proj is not written")
+            from pytest_specdecode.families.deepseek_v4_layers import PredictionStage
+
+            return PredictionStage(options, layer, source)
+        if options.style in ("mimo-v2", "longcat"):
+            raise NoReferenceError(f"the reference forward of a {options.style} prediction layer is not written")
         return MTPLayer(
             options, layer, source if options.fp8_block is None else _Dequantised(source, options.fp8_block)
         )
 
     def canonical(self, name: str, root: Section | None = None) -> str:
         """See the table in the module; a name of the target's stays as it is."""
+        if _is_cut_out(root) and name == "model.embed_tokens.weight":
+            return "embed_tokens.weight"
         return _predicted(name, root) or name
 
     def stored_name(self, name: str, root: Section, spec: DraftSpec) -> str:
@@ -268,6 +292,14 @@ class MTP(Family):
         if options.style in ("mimo", "speculators"):
             inner = f"mtp_layers.{index}.{_back(rest, _MIMO) or rest}"
             return inner if options.style == "speculators" else f"model.{inner}"
+        if options.style == "mimo-v2":
+            return f"model.mtp.layers.{index}.{_back(rest, _MIMO_V2) or rest}"
+        if options.style == "longcat":
+            part, _, end = rest.rpartition(".")
+            beside = _back(part, _BESIDE)
+            return (
+                f"model.mtp.{beside}.{end}" if beside else f"model.mtp.layers.{index}.{_back(rest, _LONGCAT) or rest}"
+            )
         if options.style == "ernie":
             part, dot, end = rest.partition(".")
             stem = _back(f"{part}.", _ERNIE_STEM)
@@ -282,8 +314,9 @@ class MTP(Family):
         return name if depth is None else f"model.layers.{depth + int(index)}.{rest}"
 
     def owns(self, name: str, root: Section) -> bool:
-        """Whether `name` is a prediction layer's as it stands on disk; in speculators' packaging, where nothing else lies, any is."""
-        return root.text("speculators_model_type") == "mtp" or _predicted(name, root) is not None
+        """Whether `name` is a prediction layer's as it stands on disk; in a file of its own, where nothing else lies, any is."""
+        alone = root.text("speculators_model_type") == "mtp" or _is_cut_out(root)
+        return alone or _predicted(name, root) is not None
 
 
 class MTPLayer(SteppingLayer):
@@ -380,7 +413,9 @@ def _style(view: ConfigView) -> Style:
 
 _STYLES: tuple[tuple[str, Style], ...] = (
     (r"deepseek_?v4", "deepseek-v4"),
+    (r"mimo_?v2", "mimo-v2"),
     (r"mimo", "mimo"),
+    (r"longcat", "longcat"),
     (r"ernie", "ernie"),
     (r"qwen3_?next|qwen3[._]?5|exaone", "qwen"),
 )
@@ -414,19 +449,56 @@ def _block_edges(quantised: Section) -> tuple[int, int]:
 def _layer(view: ConfigView, style: Style, index: int) -> LayerSpec:
     return LayerSpec(
         index=index,
-        attention=_latent(view) if view.layer.raw("kv_lora_rank") is not None else _gqa(view, style, index),
-        intermediate_size=view.layer.extent("intermediate_size"),
+        attention=_attention(view, style, index),
+        intermediate_size=view.layer.extent(*(("ffn_hidden_size",) if style == "longcat" else ()), "intermediate_size"),
         hidden_act=view.layer.text("hidden_act") or "silu",
-        norm_eps=read_eps(view),
+        norm_eps=_eps(view),
         norm_kind="gemma" if re.match(r"qwen3_next|qwen3_5|step3", view.layer.text("model_type") or "") else "rms",
         is_causal=True,
         moe=_moe(view, style, index),
     )
 
 
+def _attention(view: ConfigView, style: Style, index: int) -> GQASpec | MLASpec:
+    if view.layer.raw("kv_lora_rank") is not None:
+        return _latent(view)
+    return _mimo_v2(view, index) if style == "mimo-v2" else _gqa(view, style, index)
+
+
+def _eps(view: ConfigView) -> float:
+    """MiMo-V2 calls it `layernorm_epsilon`."""
+    stated = view.layer.number("layernorm_epsilon")
+    return read_eps(view) if stated is None else stated
+
+
+def _mimo_v2(view: ConfigView, index: int) -> GQASpec:
+    """The attention of the target's sliding layers."""
+    hidden, head_dim = view.layer.extent("hidden_size"), view.layer.extent("swa_head_dim", "head_dim")
+    rope = read_rope(view.layer, head_dim=head_dim, is_neox_style=True)
+    if (theta := view.layer.number("swa_rope_theta")) is not None:
+        rope = replace(rope, theta=theta, theta_stated=view.layer.stated("swa_rope_theta"))
+    scale, biased = view.layer.number("attention_value_scale"), bool(view.layer.flag("attention_bias"))
+    return GQASpec(
+        num_heads=view.layer.extent("swa_num_attention_heads", "num_attention_heads"),
+        num_kv_heads=view.layer.extent("swa_num_key_value_heads", "num_key_value_heads"),
+        head_dim=head_dim,
+        v_head_dim=view.layer.extent("swa_v_head_dim", "v_head_dim"),
+        in_features=hidden,
+        out_features=hidden,
+        rope=rope,
+        qkv_bias=biased,
+        sliding_window=view.layer.extent("sliding_window_size", "sliding_window"),
+        value_scale=1.0 if scale is None else scale,
+        fused_qkv=stores_fused_qkv(view, index),
+        sink=view.layer.flag("add_swa_attention_sink_bias"),
+    )
+
+
 def _latent(view: ConfigView) -> MLASpec:
     neox = view.layer.flag("rope_interleave") is False
-    return read_mla(view, in_features=view.layer.extent("hidden_size"), is_neox_style=neox)
+    found = read_mla(view, in_features=view.layer.extent("hidden_size"), is_neox_style=neox)
+    # DeepSeek's classes project the query whole where there is no rank (Moonlight, DeepSeek-V2-Lite).
+    return replace(found, whole_query=found.q_lora_rank is None)
 
 
 def _gqa(view: ConfigView, style: Style, index: int) -> GQASpec:
@@ -441,14 +513,15 @@ def _gqa(view: ConfigView, style: Style, index: int) -> GQASpec:
     qkv_bias = view.layer.flag("attention_bias", "use_bias")
     if qkv_bias is None:
         qkv_bias = style == "mimo"
-    rotary = view.layer.extent("qk_rope_head_dim") if stage else head_dim
     return GQASpec(
         num_heads=view.layer.extent("num_attention_heads"),
         num_kv_heads=view.layer.extent("num_key_value_heads", "num_attention_heads"),
         head_dim=head_dim,
         in_features=hidden,
         out_features=hidden,
-        rope=read_rope(view.layer, head_dim=rotary, is_neox_style=style not in ("ernie", "deepseek-v4")),
+        rope=read_stage_rope(view.layer)
+        if stage
+        else read_rope(view.layer, head_dim=head_dim, is_neox_style=style != "ernie"),
         qk_norm=q_norm is not None
         or (
             not view.tensors
@@ -458,19 +531,23 @@ def _gqa(view: ConfigView, style: Style, index: int) -> GQASpec:
         o_bias=qkv_bias and style != "mimo" and not model_type.startswith("glm"),
         q_gate=re.match(r"qwen3_next|qwen3_5", model_type) is not None,
         k_eq_v=stage,
+        sliding_window=view.layer.extent("sliding_window") if stage else None,
         fused_qkv=stores_fused_qkv(view, index),
     )
 
 
 def _moe(view: ConfigView, style: Style, index: int) -> MoESpec | None:
-    """The experts of layer `index`; ERNIE's and MiMo's prediction layers are dense whatever their targets are."""
+    """The experts of layer `index`; ERNIE's, MiMo's and LongCat's prediction layers are dense whatever their targets are."""
     section = view.layer
     experts = section.extent("n_routed_experts", "num_experts")
-    if not experts or style in ("ernie", "mimo"):
+    if not experts or style in ("ernie", "mimo", "mimo-v2", "longcat"):
         return None
+    if style == "deepseek-v4":
+        return read_stage_moe(section)
     place = plus(section.extent("num_hidden_layers"), index)
     first = section.extent("first_k_dense_replace")
-    if place is not None and first is not None and place < first:
+    # What is said of the target's first layers is not about a layer that was cut out of it.
+    if place is not None and first is not None and place < first and not _is_cut_out(view.root):
         return None
     inner = section.extent("moe_intermediate_size")
     shared_gate = section.extent("shared_expert_intermediate_size") is not None
@@ -514,7 +591,7 @@ def _layer_tensors(spec: DraftSpec, layer: LayerSpec, options: MTPOptions) -> It
         if options.own_norm:
             yield norm(f"{prefix}.shared_head.norm", hidden, layer.index)
     yield norm(f"{prefix}.input_layernorm", hidden, layer.index)
-    block = list(_attention_tensors(layer, options)) + list(_mlp_tensors(layer, hidden))
+    block = list(_attention_tensors(layer, options)) + list(moe_tensors(layer, hidden))
     for tensor in block:
         yield tensor
         routing = tensor.name.endswith((".mlp.gate.weight", ".shared_expert_gate.weight"))
@@ -552,11 +629,13 @@ def _attention_tensors(layer: LayerSpec, options: MTPOptions) -> Iterator[Expect
     attention = layer.attention
     if isinstance(attention, GQASpec):
         yield from gqa_tensors(layer, attention)
+        if options.style == "mimo-v2":
+            yield sink(layer, attention)
         return
     assert attention is not None
     prefix = f"layers.{layer.index}.self_attn"
     width, rank = attention.in_features, attention.q_lora_rank
-    yield from mla_tensors(layer, attention, whole_query=rank is None)
+    yield from mla_tensors(layer, attention)
     if options.indexer is None:
         return
     heads, head_dim = options.indexer
@@ -574,37 +653,6 @@ def _attention_tensors(layer: LayerSpec, options: MTPOptions) -> Iterator[Expect
             reason="it picks the keys of long contexts; without it the layer attends to all",
             layer=layer.index,
         )
-
-
-def _mlp_tensors(layer: LayerSpec, hidden: Extent) -> Iterator[ExpectedTensor]:
-    moe = layer.moe
-    if moe is None:
-        yield from mlp_tensors(layer, hidden)
-        return
-    prefix = f"layers.{layer.index}.mlp"
-    inner = moe.intermediate_size
-
-    def tensor(name: str, *shape: Extent) -> ExpectedTensor:
-        return ExpectedTensor(name=f"{prefix}.{name}", shape=shape, layer=layer.index)
-
-    yield tensor("gate.weight", moe.num_experts, hidden)
-    if moe.correction_bias:
-        yield replace(tensor("gate.e_score_correction_bias", moe.num_experts), dtype="float32")
-    if moe.fused_experts:
-        yield tensor("experts.gate_up_proj", moe.num_experts, times(2, inner), hidden)
-        yield tensor("experts.down_proj", moe.num_experts, hidden, inner)
-    else:
-        for expert in range(min(moe.num_experts or 0, MAX_EXPERTS)):
-            yield tensor(f"experts.{expert}.gate_proj.weight", inner, hidden)
-            yield tensor(f"experts.{expert}.up_proj.weight", inner, hidden)
-            yield tensor(f"experts.{expert}.down_proj.weight", hidden, inner)
-    if moe.shared_intermediate_size:
-        name = "shared_expert" if moe.shared_gate else "shared_experts"
-        yield tensor(f"{name}.gate_proj.weight", moe.shared_intermediate_size, hidden)
-        yield tensor(f"{name}.up_proj.weight", moe.shared_intermediate_size, hidden)
-        yield tensor(f"{name}.down_proj.weight", hidden, moe.shared_intermediate_size)
-        if moe.shared_gate:
-            yield tensor("shared_expert_gate.weight", 1, hidden)
 
 
 def _stage_tensors(
@@ -650,15 +698,11 @@ def _stage_tensors(
 def _predicted(name: str, root: Section | None) -> str | None:
     """The canonical name of a prediction layer's tensor; None for any other, such as one of the target's layers."""
     if match := _NAMED.fullmatch(name):
-        rest = match[2]
-        for old, new in _MIMO.items():
-            if rest.startswith(old):
-                rest = new + rest.removeprefix(old)
-        return f"layers.{match[1]}.{rest}"
+        return f"layers.{match[1]}.{_renamed(match[2], _MIMO)}"
     if match := _QWEN_LAYER.fullmatch(name):
-        return f"layers.{match[1]}.{match[2]}"
+        return f"layers.{match[1]}.{_renamed(match[2], {**_MIMO_V2, **_LONGCAT})}"
     if match := _QWEN_STEM.fullmatch(name):
-        return f"layers.0.{_STEM[match[1]]}.{match[2]}"
+        return f"layers.0.{_STEM.get(match[1]) or _BESIDE[match[1]]}.{match[2]}"
     if match := _STAGE.fullmatch(name):
         return f"layers.{match[1]}.{match[2]}"
     if match := _ERNIE.fullmatch(name):
@@ -667,11 +711,15 @@ def _predicted(name: str, root: Section | None) -> str | None:
     depth = _target_depth(root)
     if match is None or depth is None or int(match["index"]) < depth:
         return None
-    rest = match["rest"]
-    for old, new in _REST.items():
-        if rest.startswith(old):
-            rest = new + rest.removeprefix(old)
-    return f"layers.{int(match['index']) - depth}.{rest}"
+    return f"layers.{int(match['index']) - depth}.{_renamed(match['rest'], _REST)}"
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """`name` with the beginning that `names` has another one for replaced."""
+    for old, new in names.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def _back(name: str, names: Mapping[str, str]) -> str | None:
@@ -682,9 +730,19 @@ def _back(name: str, names: Mapping[str, str]) -> str | None:
     return None
 
 
+def _is_cut_out(root: Section | None) -> bool:
+    """Whether the file is one layer that SGLang's exporter took out of its target."""
+    if root is None or root.raw("num_hidden_layers") != 1:
+        return False
+    labels = root.raw("architectures")
+    return isinstance(labels, list) and any(isinstance(label, str) and label.endswith("NextN") for label in labels)
+
+
 def _target_depth(root: Section | None) -> int | None:
     if root is None:
         return None
+    if _is_cut_out(root):
+        return 0
     for section in (root.values, root.values.get("text_config")):
         depth = section.get("num_hidden_layers") if isinstance(section, Mapping) else None
         if isinstance(depth, int) and not isinstance(depth, bool):

@@ -34,7 +34,7 @@ from pytest_specdecode.checkpoint import Checkpoint, TensorHeader, read_json_obj
 from pytest_specdecode.errors import CheckpointError
 from pytest_specdecode.spec import Extent
 
-__all__ = ["PLAIN_FLOATS", "Scheme", "Storage", "StoredForm", "read_scheme", "read_storage"]
+__all__ = ["HOLDERS", "PLAIN_FLOATS", "Scheme", "Storage", "StoredForm", "read_scheme", "read_storage"]
 
 #: Dtypes whose elements are numbers by themselves.
 PLAIN_FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -147,6 +147,8 @@ def read_storage(scheme: Scheme, headers: Mapping[str, TensorHeader], weights: C
 _NESTED = ("text_config", "transformer_layer_config", "model", "language_config")
 #: Roles under which a weight itself is stored.
 _HOLDERS = ("_packed", ".qweight", "_blocks")
+#: Ends of the names under which the numbers of a projection may be stored.
+HOLDERS = (".weight", ".weight_packed", ".qweight", ".weight_blocks")
 #: Roles that hold the factors of a narrow dtype.
 _SCALES = ("_scale", "_scale_inv", ".scale", ".SCB")
 

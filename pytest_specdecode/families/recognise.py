@@ -9,7 +9,7 @@ whose every size is null, with no weights beside it, is an exporter's template a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_specdecode.checkpoint import Checkpoint
 from pytest_specdecode.families.base import ConfigView, Family, Signal, SignalKind, open_view
@@ -44,7 +44,11 @@ class Recognition:
 
 def recognise(checkpoint: Checkpoint, families: Sequence[Family]) -> Recognition:
     """The family of `checkpoint`, among `families`."""
-    signals = [signal for family in families for signal in family.signals(open_view(checkpoint, family))]
+    signals = [
+        _on_disk(signal, view)
+        for view, family in ((open_view(checkpoint, family), family) for family in families)
+        for signal in family.signals(view)
+    ]
     read = {family.name for family in families}
     claimed = {signal.where for signal in signals if signal.kind == "label"}
     signals += [
@@ -64,6 +68,12 @@ def recognise(checkpoint: Checkpoint, families: Sequence[Family]) -> Recognition
         signals=tuple(signals),
         disagreement=tuple(telling) if len(telling) > 1 else (),
     )
+
+
+def _on_disk(signal: Signal, view: ConfigView) -> Signal:
+    """The signal with the name of its tensor as the file has it."""
+    header = view.tensors.get(signal.where) if signal.kind == "tensors" else None
+    return signal if header is None else replace(signal, where=header.name)
 
 
 def _is_template(view: ConfigView) -> bool:

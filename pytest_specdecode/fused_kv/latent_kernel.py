@@ -3,8 +3,10 @@
 For layer l and token t, with x the row that the stacked projection gave (bias already added), R = kv_lora_rank, P = qk_rope_head_dim, and
 (c, s) the halves of row positions[t] of the rope table:
 
-    out[i]          = x[i] * rsqrt(sum(x[:R]^2) / R + eps[l]) * w[l][i]      for i < R: the latent, normed
-    p               = x[R:]                                                 k_pe, which no norm touches
+    N               = R, or R + P where the norm goes over the whole row (DeepSeek-V4)
+    y[i]            = x[i] * rsqrt(sum(x[:N]^2) / N + eps[l]) * w[l][i]      for i < N
+    out[i]          = y[i]                                                  for i < R: the latent, normed
+    p               = x[R:] where N = R: k_pe, which no norm touches;  y[R:] where N = R + P
     out[R + a_j]    = p[a_j] * c[j] - p[b_j] * s[j]                          for j < P / 2
     out[R + b_j]    = p[b_j] * c[j] + p[a_j] * s[j]
 
@@ -15,9 +17,11 @@ Rows of a tile are a flat index over layers and tokens. Arithmetic is float32 fr
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
-from pytest_specdecode.errors import StackMismatchError
+from pytest_specdecode.errors import InputError, StackMismatchError
 from pytest_specdecode.fused_kv.inputs import (
     check_block,
     check_dtypes,
@@ -51,18 +55,21 @@ def fused_latent_norm_rope(
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     is_neox_style: bool = False,
+    latent_norm: Literal["latent", "whole"] = "latent",
     out: Tensor | None = None,
     block_rows: int | None = None,
 ) -> Tensor:
-    """The latent normed and k_pe rotated, for every layer at once.
+    """The latent normed and k_pe rotated, or the whole row normed and then its k_pe rotated, for every layer at once.
 
     Args:
         kv_a: `[T, L, kv_lora_rank + qk_rope_head_dim]`, float32, float16 or bfloat16: per layer the latent, then k_pe.
         positions: `[T]` integers, each a row of `cos_sin_cache`. Their range is the caller's to check.
-        norm_weight: `[L, kv_lora_rank]`, any floating dtype; for a Gemma norm, 1 + w.
+        norm_weight: `[L, kv_lora_rank]`, or `[L, kv_lora_rank + qk_rope_head_dim]` for a norm over the whole row; any floating dtype;
+            for a Gemma norm, 1 + w.
         eps: `[L]`, floating.
         cos_sin_cache: `[rows, qk_rope_head_dim]`, floating: cosines, then sines, whatever the style.
         is_neox_style: whether k_pe rotates in halves rather than in interleaved pairs.
+        latent_norm: what the norm goes over: the `latent` alone, or the `whole` row, k_pe included, before the rotation.
         out: `[L, T, kv_lora_rank + qk_rope_head_dim]` to write into, in kv_a's dtype; a new tensor where None.
         block_rows: rows per program, a power of two; None for as many as fill a tile.
 
@@ -74,10 +81,11 @@ def fused_latent_norm_rope(
         MissingDependencyError: triton is not installed.
     """
     tokens, layers = _check_kv_a(kv_a, kv_lora_rank, qk_rope_head_dim)
-    shape = (layers, tokens, kv_lora_rank + qk_rope_head_dim)
+    width = kv_lora_rank + qk_rope_head_dim
+    shape, normed = (layers, tokens, width), normed_width(latent_norm, kv_lora_rank, width)
     if tokens == 0:
         return kv_a.new_empty(shape)
-    check_stacked("norm_weight", norm_weight, (layers, kv_lora_rank), "latent-norm", "latent")
+    check_stacked("norm_weight", norm_weight, (layers, normed), "latent-norm", "latent")
     check_stacked("eps", eps, (layers,), "norm-eps", "latent")
     out = kv_a.new_empty(shape) if out is None else check_out("out", out, kv_a, shape, "latent")
     check_positions_and_table(kv_a, positions, cos_sin_cache, qk_rope_head_dim, "qk-rope-head-dim", "latent")
@@ -112,11 +120,24 @@ def fused_latent_norm_rope(
         BLOCK_RANK=lanes,
         BLOCK_HALF=next_power_of_two(qk_rope_head_dim // 2),
         IS_NEOX=is_neox_style,
+        WHOLE=normed == width,
         num_warps=4,
         # Stated because Triton's default is changing; fused multiply-adds would differ from the interpreter's rounding.
         enable_fp_fusion=False,
     )
     return out
+
+
+def normed_width(latent_norm: str, kv_lora_rank: int, width: int) -> int:
+    """Lanes that a norm of this kind goes over, of rows `width` wide; InputError for a kind that is not served."""
+    if latent_norm not in ("latent", "whole"):
+        raise InputError(
+            f"latent_norm must be latent or whole; got {latent_norm!r}",
+            axis="latent-norm",
+            expected=("latent", "whole"),
+            got=latent_norm,
+        )
+    return width if latent_norm == "whole" else kv_lora_rank
 
 
 def _check_kv_a(kv_a: Tensor, kv_lora_rank: int, qk_rope_head_dim: int) -> tuple[int, int]:
@@ -160,6 +181,7 @@ def _latent_norm_rope_kernel(  # type: ignore[no-untyped-def]
     BLOCK_RANK: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     IS_NEOX: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     # The launcher sees to it that rows fit int32; whatever is multiplied by a stride is int64 first.
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -168,22 +190,33 @@ def _latent_norm_rope_kernel(  # type: ignore[no-untyped-def]
     layer = (row // num_tokens).to(tl.int64)
     source = (token * kv_token_stride + layer * kv_layer_stride)[:, None]
     target = (layer * out_layer_stride + token * out_token_stride)[:, None]
+    norm_row = (layer * norm_stride)[:, None]
     element = out.dtype.element_ty
 
     lane = tl.arange(0, BLOCK_RANK)[None, :]
     mask = row_mask[:, None] & (lane < RANK)
     latent = tl.load(kv_a + (source + lane), mask=mask, other=0.0).to(tl.float32)
-    layer_eps = tl.load(eps + layer, mask=row_mask, other=1.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(latent * latent, axis=1) / RANK + layer_eps)[:, None]
-    weight = tl.load(norm_weight + ((layer * norm_stride)[:, None] + lane), mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + (target + lane), (latent * inverse * weight).to(element), mask=mask)
-
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     pair_mask = row_mask[:, None] & (pair < HALF)
     first_lane = RANK + (pair if IS_NEOX else 2 * pair)
     second_lane = RANK + (pair + HALF if IS_NEOX else 2 * pair + 1)
     first = tl.load(kv_a + (source + first_lane), mask=pair_mask, other=0.0).to(tl.float32)
     second = tl.load(kv_a + (source + second_lane), mask=pair_mask, other=0.0).to(tl.float32)
+
+    layer_eps = tl.load(eps + layer, mask=row_mask, other=1.0).to(tl.float32)
+    squares = tl.sum(latent * latent, axis=1)
+    if WHOLE:
+        squares += tl.sum(first * first + second * second, axis=1)
+        inverse = tl.rsqrt(squares / (RANK + 2 * HALF) + layer_eps)[:, None]
+        first_weight = tl.load(norm_weight + (norm_row + first_lane), mask=pair_mask, other=0.0).to(tl.float32)
+        second_weight = tl.load(norm_weight + (norm_row + second_lane), mask=pair_mask, other=0.0).to(tl.float32)
+        first = first * inverse * first_weight
+        second = second * inverse * second_weight
+    else:
+        inverse = tl.rsqrt(squares / RANK + layer_eps)[:, None]
+    weight = tl.load(norm_weight + (norm_row + lane), mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + (target + lane), (latent * inverse * weight).to(element), mask=mask)
+
     position = tl.load(positions + token, mask=row_mask, other=0).to(tl.int64)
     angle = (position * table_stride)[:, None] + pair
     cos = tl.load(table + angle, mask=pair_mask, other=0.0).to(tl.float32)

@@ -1,6 +1,7 @@
 """`FusedLatentKV`: the cache rows of every latent-attention layer from one GEMM and one kernel launch.
 
-The counterpart of `FusedKV` for drafts whose layers keep a latent row per token instead of K/V heads, with the same habits: it refuses
+The counterpart of `FusedKV` for drafts whose layers keep one row per token instead of K/V heads, be it a latent normed alone with a
+`k_pe` behind it or DeepSeek-V4's row normed whole, with the same habits: it refuses
 what the stack cannot serve (`latent_stack.py`), checks positions against the table, notices changed weights, refuses a rope table that
 grew wrongly, and hands out fresh tensors.
 
@@ -17,12 +18,17 @@ import torch
 from torch import Tensor
 
 from pytest_specdecode.fused_kv.inputs import check_attributes, check_epsilons, checked_tokens
-from pytest_specdecode.fused_kv.latent_kernel import fused_latent_norm_rope
+from pytest_specdecode.fused_kv.latent_kernel import fused_latent_norm_rope, normed_width
 from pytest_specdecode.fused_kv.latent_stack import (
     PROJECTION,
+    ROW_PROJECTIONS,
     LatentFacts,
     down_projection_of,
     latent_facts_of,
+    latent_widths_of,
+    norm_name,
+    projection_name_of,
+    row_norm_of,
     validate_latent,
 )
 from pytest_specdecode.fused_kv.stack import rope_facts
@@ -31,6 +37,8 @@ from pytest_specdecode.fused_kv.stacked import StackedPath
 WriteLayerLatent = Callable[[int, Tensor], object]
 
 _ATTRIBUTES = ("kv_lora_rank", "qk_rope_head_dim", "rotary_emb")
+#: Of a DeepSeek-V4 layer; its rotated lanes go by two names.
+_ROW_ATTRIBUTES = ("head_dim", "rotary_emb")
 
 
 class FusedLatentKV(StackedPath):
@@ -38,15 +46,17 @@ class FusedLatentKV(StackedPath):
 
     Args:
         layers: `layer.self_attn.{kv_a_proj_with_mqa, kv_a_layernorm, kv_lora_rank, qk_rope_head_dim, rotary_emb}` is read, or
-            `fused_qkv_a_proj_with_mqa` and `q_lora_rank` where the down projections are joined; see `latent_facts_of`.
+            `fused_qkv_a_proj_with_mqa` and `q_lora_rank` where the down projections are joined; of DeepSeek-V4's layers `wkv` or
+            `fused_wqa_wkv`, `kv_norm` and `head_dim` in their place; see `latent_facts_of`.
         rotary_emb: the rotary object that serves all layers.
-        kv_lora_rank, qk_rope_head_dim: what every layer must have.
+        kv_lora_rank, qk_rope_head_dim: what every layer must have; of DeepSeek-V4's row the lanes before the rotated ones, and those.
         device: where the stacked weights live and the work is done.
         max_position_hint: positions below this must be in the rope table from the start; it is grown if it can grow.
         backend: `triton`, `eager` (plain torch, same roundings), or `auto`: triton where it is installed.
 
     Attributes:
         num_layers, hidden_size, dtype, is_neox_style: of the stack.
+        latent_norm: `latent` or `whole`, what every layer's norm goes over.
         backend: `triton` or `eager`, as chosen.
         facts: one LatentFacts per layer.
 
@@ -81,7 +91,8 @@ class FusedLatentKV(StackedPath):
             ctx_hidden: `[T, hidden_size]`; cast to the weights' dtype.
             positions: T integers of any shape and stride, each >= 0 and in the rope table (which is grown if it can grow).
             write_layer_latent: called with (layer index, rows) for layer 0, 1, …; rows are `[T, kv_lora_rank + qk_rope_head_dim]` in the
-                weights' dtype, the normed latent and then the rotated k_pe, fresh for each call of `materialize`. Not called where T is 0.
+                weights' dtype, the normed latent and then the rotated k_pe (normed as well, where the norm goes over the whole row), fresh
+                for each call of `materialize`. Not called where T is 0.
 
         Raises:
             InputError: ctx_hidden or positions do not fit.
@@ -111,7 +122,13 @@ class FusedLatentKV(StackedPath):
             kv_lora_rank=self.kv_lora_rank,
             qk_rope_head_dim=self.qk_rope_head_dim,
             is_neox_style=self.is_neox_style,
+            latent_norm=self.latent_norm,
         )
+
+    @property
+    def latent_norm(self) -> Literal["latent", "whole"]:
+        """What every layer's norm goes over."""
+        return "whole" if self.facts[0].latent_norm == "whole" else "latent"
 
     def project(self, ctx_hidden: Tensor) -> Tensor:
         """The stacked projection alone, bias included: `[T, hidden_size]` in the stack's dtype and device to
@@ -122,11 +139,7 @@ class FusedLatentKV(StackedPath):
 
     def _validated(self, layers: Sequence[Any]) -> tuple[LatentFacts, ...]:
         for index, layer in enumerate(layers):
-            projection, is_joined = down_projection_of(check_attributes(layer, index, _ATTRIBUTES, self._path))
-            if projection is None:
-                check_attributes(layer, index, (PROJECTION,), self._path)
-            elif is_joined:
-                check_attributes(layer, index, ("q_lora_rank",), self._path)
+            _check_layer(layer, index, self._path)
         facts = tuple(latent_facts_of(layer) for layer in layers)
         validate_latent(
             facts,
@@ -135,12 +148,25 @@ class FusedLatentKV(StackedPath):
             is_neox_style=self.is_neox_style,
             shared_rope=rope_facts(self.rotary_emb, self.qk_rope_head_dim),
         )
-        check_epsilons([fact.norm_eps for fact in facts], "kv_a_layernorm", self._path)
+        check_epsilons([fact.norm_eps for fact in facts], norm_name(facts[0]), self._path)
         return facts
 
     def _source(self, attn: Any) -> tuple[Any, slice, Any]:
         projection, is_joined = down_projection_of(attn)
-        return projection, slice(int(attn.q_lora_rank) if is_joined else 0, None), attn.kv_a_layernorm
+        return projection, slice(int(attn.q_lora_rank) if is_joined else 0, None), row_norm_of(attn)
+
+
+def _check_layer(layer: Any, index: int, path: str) -> None:
+    """StackUnsupportedError where the layer lacks what the path reads."""
+    attn = check_attributes(layer, index, ("rotary_emb",), path)
+    name = projection_name_of(attn)
+    if name is None:
+        check_attributes(layer, index, (PROJECTION,), path)
+    check_attributes(layer, index, _ROW_ATTRIBUTES if name in ROW_PROJECTIONS else _ATTRIBUTES, path)
+    if latent_widths_of(attn)[1] is None:
+        check_attributes(layer, index, ("qk_rope_head_dim",), path)
+    if down_projection_of(attn)[1]:
+        check_attributes(layer, index, ("q_lora_rank",), path)
 
 
 # --- the same without triton ------------------------------------------------------------------------------------------------------------
@@ -156,13 +182,16 @@ def _eager_latent_norm_rope(
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     is_neox_style: bool,
+    latent_norm: Literal["latent", "whole"],
 ) -> Tensor:
     """`fused_latent_norm_rope` in plain torch: float32 between the load and the one rounding at the end."""
-    latent, k_pe = torch.split(kv_a.transpose(0, 1).float(), [kv_lora_rank, qk_rope_head_dim], dim=-1)
-    inverse = torch.rsqrt(latent.square().sum(dim=-1, keepdim=True) / kv_lora_rank + eps[:, None, None])
-    normed = latent * inverse * norm_weight[:, None, :].float()
+    rows, lanes = kv_a.transpose(0, 1).float(), normed_width(latent_norm, kv_lora_rank, kv_a.shape[-1])
+    to_norm, rest = rows[..., :lanes], rows[..., lanes:]
+    inverse = torch.rsqrt(to_norm.square().sum(dim=-1, keepdim=True) / lanes + eps[:, None, None])
+    rows = torch.cat([to_norm * inverse * norm_weight[:, None, :].float(), rest], dim=-1)
+    latent, k_pe = torch.split(rows, [kv_lora_rank, qk_rope_head_dim], dim=-1)
     cos, sin = cos_sin_cache[positions.long()].float()[None].chunk(2, dim=-1)
     first, second = k_pe.chunk(2, dim=-1) if is_neox_style else (k_pe[..., 0::2], k_pe[..., 1::2])
     turned = (first * cos - second * sin, second * cos + first * sin)
     joined = torch.cat(turned, dim=-1) if is_neox_style else torch.stack(turned, dim=-1).flatten(-2)
-    return torch.cat([normed, joined], dim=-1).to(kv_a.dtype)
+    return torch.cat([latent, joined], dim=-1).to(kv_a.dtype)

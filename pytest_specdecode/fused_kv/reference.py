@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pytest_specdecode.errors import FusedKVError, InputError, StackRangeError
-from pytest_specdecode.fused_kv.latent_stack import down_projection_of
-from pytest_specdecode.fused_kv.stack import norm_eps_of, norm_kind_of, value_scale_of
+from pytest_specdecode.fused_kv.latent_stack import down_projection_of, latent_widths_of, row_norm_of
+from pytest_specdecode.fused_kv.stack import norm_eps_of, norm_kind_of, norm_width_of, value_scale_of
 
 
 def fused_kv_reference(
@@ -62,7 +62,8 @@ def fused_latent_reference(
     """The cache rows of every latent-attention layer for the context, in float64.
 
     For each layer: `latent, k_pe = ctx @ W.T + b` (of a joined down projection the rows after Q's), the latent normed with the layer's
-    own weight and epsilon, k_pe, which is not normed, rotated by the rows `positions` of the layer's own table in the table's style.
+    own weight and epsilon, k_pe, which is not normed, rotated by the rows `positions` of the layer's own table in the table's style. Where
+    the norm's weight is as wide as the row (DeepSeek-V4), the whole row is normed first, and k_pe rotated as it then is.
 
     Args:
         layers: duck-typed as for FusedLatentKV; `self_attn` is read.
@@ -107,11 +108,20 @@ def _one_latent(
     projection, is_joined = down_projection_of(attn)
     rows = slice(attn.q_lora_rank if is_joined else 0, None)
     projected = _project(projection, rows, ctx_hidden, dtype)
-    latent, k_pe = torch.split(projected, [attn.kv_lora_rank, attn.qk_rope_head_dim], dim=-1)
+    rank, rope_dim = latent_widths_of(attn)
+    if rank is None or rope_dim is None:
+        raise FusedKVError(f"layer {index} does not say how wide its latent and its k_pe are", axis="kv-lora-rank")
+    norm = row_norm_of(attn)
+    is_whole = norm_width_of(norm) == rank + rope_dim
+    if is_whole:
+        projected = _norm(projected, norm, "kv_norm")
+    latent, k_pe = torch.split(projected, [rank, rope_dim], dim=-1)
+    if not is_whole:
+        latent = _norm(latent, norm, "kv_a_layernorm")
     rotary = attn.rotary_emb if rotary_emb is None else rotary_emb
     table = _table_rows(rotary, positions, index).to(ctx_hidden.device)
     turned = _rotate(k_pe.unsqueeze(1), table, bool(getattr(rotary, "is_neox_style", True))).squeeze(1)
-    return torch.cat([_norm(latent, attn.kv_a_layernorm, "kv_a_layernorm"), turned], dim=-1)
+    return torch.cat([latent, turned], dim=-1)
 
 
 def _each_layer(

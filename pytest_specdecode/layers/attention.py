@@ -70,7 +70,7 @@ class LatentCache:
         return torch.cat([self.rows, rows], dim=-2), torch.cat([self.positions, positions], dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, visible: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, visible: Tensor, sink: Tensor | None = None) -> Tensor:
     """Softmax attention, computed in float32 or wider and rounded once to the dtype of `q`.
 
     Args:
@@ -78,6 +78,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, visible: Tensor) 
         k, v: `[..., S, kv_heads, dim]`; query head h reads KV head h // (heads / kv_heads). `v` may have another width.
         scaling: factor on the scores.
         visible: bool, `[..., T, S]` or `[T, S]`; every row must see a key, as `visibility` makes sure.
+        sink: `[heads]`, a logit per query head that no scaling and no mask touches: it takes part in the softmax as a key
+            whose value is zero, so that a row's weights add up to less than one.
 
     Returns:
         `[..., T, heads, width of v]`.
@@ -88,11 +90,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, visible: Tensor) 
     values = v.to(wide).repeat_interleave(groups, dim=-2)
     scores = torch.einsum("...thd,...shd->...hts", q.to(wide), keys) * scaling
     scores = scores.masked_fill(~visible.unsqueeze(-3), -torch.inf)
-    return torch.einsum("...hts,...shd->...thd", scores.softmax(dim=-1), values).to(q.dtype)
+    if sink is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        extra = sink.to(wide).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, extra], dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.einsum("...hts,...shd->...thd", weights, values).to(q.dtype)
 
 
 def visibility(
-    q_positions: Tensor, k_positions: Tensor, *, causal: bool, window: int | None = None, mask: Tensor | None = None
+    q_positions: Tensor,
+    k_positions: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Which keys each query sees, bool `[..., T, S]`.
 
@@ -103,6 +116,7 @@ def visibility(
     Args:
         q_positions, k_positions: `[..., T]` and `[..., S]`.
         mask: bool `[T, S]` or `[..., T, S]`, True where a query may look; narrows the rest and never widens it.
+        chunk: positions are cut into chunks of this many, counted from 0, and a query sees no other chunk than its own.
 
     Raises:
         DraftError: the mask has another shape or dtype, or a query is left with no key: its softmax has no value.
@@ -114,6 +128,8 @@ def visibility(
         visible = visible.tril(diagonal=columns - rows)
     if window is not None:
         visible = visible & ((q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)).abs() < window)
+    if chunk is not None:
+        visible = visible & (q_positions.unsqueeze(-1) // chunk == k_positions.unsqueeze(-2) // chunk)
     if mask is not None:
         if mask.dtype != torch.bool or mask.shape not in ((rows, columns), visible.shape):
             raise DraftError(

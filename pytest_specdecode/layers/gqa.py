@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from pytest_specdecode.errors import LayerBuildError
 from pytest_specdecode.layers.attention import KVCache, attend, check_rows, visibility
-from pytest_specdecode.layers.linear import Linear, join, known, take, take_bias
-from pytest_specdecode.layers.norms import NormKind, RMSNorm
+from pytest_specdecode.layers.linear import Linear, frozen, join, known, take, take_bias
+from pytest_specdecode.layers.norms import LayerNorm, NormKind, RMSNorm
 from pytest_specdecode.layers.rope import RotaryEmbedding
 from pytest_specdecode.spec import GQASpec
 
@@ -29,9 +29,11 @@ class GQAAttention(nn.Module):
     Args:
         spec: shapes and options; every extent must be known.
         tensors: by local name: `q_proj.weight`, `k_proj.weight`, `v_proj.weight` or, joined, `qkv_proj.weight`;
-            `o_proj.weight`; no `v_proj` with `spec.k_eq_v`; `q_norm.weight` and `k_norm.weight` of `[head_dim]` with
-            `spec.qk_norm`; `g_proj.weight` with `spec.output_gate`; `k_proj_target.weight` and `v_proj_target.weight`
-            with `spec.target_kv`; `.bias` beside the projections where the spec has one. Other names are not looked at.
+            `o_proj.weight`; no `v_proj` with `spec.k_eq_v`; `q_norm.weight` and `k_norm.weight` of `[head_dim]`, or of
+            `[heads, head_dim]`, with `spec.qk_norm` and as `spec.head_norm` says; `g_proj.weight` with `spec.output_gate`;
+            `k_proj_target.weight` and `v_proj_target.weight` with `spec.target_kv`; `.bias` beside the projections where the
+            spec has one; `attention_sink_bias` of `[num_heads]` with `spec.sink`, and also where the spec says nothing of it
+            and the tensor is there. Other names are not looked at.
         norm_eps, norm_kind: of the per-head norms.
         scaling: factor on the scores; `spec.scaling`, else `head_dim ** -0.5`, where None.
 
@@ -39,13 +41,14 @@ class GQAAttention(nn.Module):
         qkv_proj: `.weight` `[q_size + 2 * kv_size, in_features]` (rows of q, then k, then v) and `.bias` or None.
         q_size, kv_size: rows of q, and of k or v. With `spec.q_gate` q has twice the rows: query and gate, head by head.
         num_heads, num_kv_heads, head_dim, v_head_dim: `v_head_dim` equals `head_dim`.
-        rotary_emb: a `RotaryEmbedding`.
-        q_norm, k_norm: `RMSNorm` over `head_dim`, or None.
+        rotary_emb: a `RotaryEmbedding`, or None where nothing rotates.
+        q_norm, k_norm: a norm over `head_dim`, or None; see `spec.head_norm` for its place.
         v_norm: the same without a weight, with `spec.v_norm`, or None.
         g_proj: `.weight` `[num_heads, in_features]`, or `[q_size, in_features]` for a gate per lane, or None.
         kv_proj_target: K and V rows for the context, `.weight` `[2 * kv_size, in_features]`, or None where the context
             goes through `qkv_proj` like everything else.
-        o_proj, value_scale, scaling, sliding_window.
+        attention_sink_bias: `[num_heads]`, each head's logit beside its scores, or None. K and V know nothing of it.
+        o_proj, value_scale, scaling, sliding_window, chunk_size.
 
     Raises:
         LayerBuildError: an extent is unknown, heads do not divide, or a tensor is missing, of another shape, or not
@@ -80,6 +83,10 @@ class GQAAttention(nn.Module):
         self.scaling = self.head_dim**-0.5 if stated is None else stated
         self.value_scale = spec.value_scale
         self.sliding_window = spec.sliding_window
+        self.chunk_size = None if spec.chunk_size is None else known(spec.chunk_size, "attention_chunk_size")
+        if spec.temperature is not None and not spec.temperature.floor_scale > 0:
+            got = spec.temperature.floor_scale
+            raise LayerBuildError(f"is {got}; it must be positive", key="floor_scale", got=got, due="a positive number")
         in_features = known(spec.in_features, "in_features")
         self.qkv_proj = self._qkv(tensors, in_features, bias=spec.qkv_bias)
         self.kv_proj_target = self._kv_target(tensors, in_features, bias=spec.qkv_bias) if spec.target_kv else None
@@ -93,13 +100,14 @@ class GQAAttention(nn.Module):
             take_bias(tensors, "o_proj.bias", out_features, due=spec.o_bias),
             name="o_proj.weight",
         )
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
+        self.q_norm: RMSNorm | LayerNorm | None = None
+        self.k_norm: RMSNorm | LayerNorm | None = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(take(tensors, "q_norm.weight", (self.head_dim,)), norm_eps, norm_kind)
-            self.k_norm = RMSNorm(take(tensors, "k_norm.weight", (self.head_dim,)), norm_eps, norm_kind)
+            self.q_norm = self._head_norm(tensors, "q_norm.weight", self.num_heads, norm_eps, norm_kind)
+            self.k_norm = self._head_norm(tensors, "k_norm.weight", self.num_kv_heads, norm_eps, norm_kind)
+        self.attention_sink_bias = _sink(tensors, self.num_heads, stated=spec.sink)
         self.v_norm = RMSNorm(self.qkv_proj.weight.new_ones(self.head_dim), norm_eps) if spec.v_norm else None
-        self.rotary_emb = RotaryEmbedding(spec.rope, self.head_dim)
+        self.rotary_emb = RotaryEmbedding(spec.rope, self.head_dim) if spec.rotates else None
 
     def forward(
         self,
@@ -141,19 +149,32 @@ class GQAAttention(nn.Module):
             new = ahead.joined(*new)
         k, v, k_positions = new if cache is None else cache.joined(*new)
         visible = visibility(
-            q_positions, k_positions, causal=causal, window=self.sliding_window if window else None, mask=mask
+            q_positions,
+            k_positions,
+            causal=causal,
+            window=self.sliding_window if window else None,
+            mask=mask,
+            chunk=self.chunk_size,
         )
         if cache is not None and update_cache:
             cache.append(*new)
-        heads = attend(self.q(x, positions), k, v, scaling=self.scaling, visible=visible)
+        sink = self.attention_sink_bias
+        heads = attend(self.q(x, positions), k, v, scaling=self.scaling, visible=visible, sink=sink)
         if self.spec.q_gate:
             heads = heads * self._query_and_gate(x)[1].sigmoid()
         out: Tensor = self.o_proj(self._gated(heads, x).flatten(-2))
         return out
 
     def q(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Queries, normed and rotated: `[..., T, num_heads, head_dim]`."""
-        return self._turned(self._query_and_gate(x)[0], positions, self.q_norm)
+        """Queries, normed and rotated, and multiplied by their temperature: `[..., T, num_heads, head_dim]`."""
+        queries = self._turned(self._query_and_gate(x)[0], positions, self.q_norm)
+        tuning = self.spec.temperature
+        if tuning is None:
+            return queries
+        wide = torch.promote_types(x.dtype, torch.float32)
+        steps = ((positions.to(wide) + 1.0) / tuning.floor_scale).floor()
+        factor = steps.log1p() * tuning.attn_scale + 1.0
+        return (queries * factor[..., None, None]).to(queries.dtype)
 
     def kv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, normed and rotated, and values, scaled by `value_scale`: each `[..., T, num_kv_heads, head_dim]`.
@@ -185,8 +206,22 @@ class GQAAttention(nn.Module):
         query, gate = both.reshape(*both.shape[:-2], self.num_heads, 2, self.head_dim).unbind(-2)
         return query, gate
 
-    def _turned(self, projected: Tensor, positions: Tensor, norm: RMSNorm | None) -> Tensor:
-        return self.rotary_emb.rotate(projected if norm is None else norm(projected), positions)
+    def _turned(self, projected: Tensor, positions: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
+        late = self.spec.head_norm == "plain"
+        if norm is not None and not late:
+            projected = norm(projected)
+        if self.rotary_emb is not None:
+            projected = self.rotary_emb.rotate(projected, positions)
+        return norm(projected) if norm is not None and late else projected
+
+    def _head_norm(
+        self, tensors: Mapping[str, Tensor], name: str, heads: int, eps: float, kind: NormKind
+    ) -> RMSNorm | LayerNorm:
+        if self.spec.head_norm == "plain":
+            return RMSNorm(self.qkv_proj.weight.new_ones(self.head_dim), eps)
+        if self.spec.head_norm == "layer":
+            return LayerNorm(take(tensors, name, (heads, self.head_dim)), eps)
+        return RMSNorm(take(tensors, name, (self.head_dim,)), eps, kind)
 
     def _project(self, projection: Linear, x: Tensor, start: int, heads: int) -> Tensor:
         rows = slice(start, start + heads * self.head_dim)
@@ -224,3 +259,12 @@ class GQAAttention(nn.Module):
         biases = [take_bias(tensors, f"{name}.bias", rows, due=bias) for name, rows in sizes.items()]
         present = [part for part in biases if part is not None]
         return Linear(weight, join(present, "qkv_proj.bias") if present else None, name="qkv_proj.weight")
+
+
+def _sink(tensors: Mapping[str, Tensor], heads: int, *, stated: bool | None) -> nn.Parameter | None:
+    """The logit per head where one is due; where nothing is stated the tensor decides, and one that is not due is an error."""
+    present = "attention_sink_bias" in tensors
+    if stated is False and present:
+        got = tuple(tensors["attention_sink_bias"].shape)
+        raise LayerBuildError("is a sink where the spec says there is none", key="attention_sink_bias", got=got)
+    return frozen(take(tensors, "attention_sink_bias", (heads,))) if stated or present else None

@@ -30,18 +30,20 @@ class MLAAttention(nn.Module):
             `q_b_proj.weight` `[n * (nope + rope), q_lora_rank]` (per head nope first), `kv_a_proj_with_mqa.weight`
             `[kv_lora_rank + rope, in]` (latent first), `kv_a_layernorm.weight`, `kv_b_proj.weight` `[n * (nope + v),
             kv_lora_rank]` (per head keys first), `o_proj.weight` `[out, n * v]`. The two down projections may come
-            joined as `fused_qkv_a_proj_with_mqa.weight`. Biases are not known in this layer and refused. Other names
-            are not looked at.
+            joined as `fused_qkv_a_proj_with_mqa.weight`. With `spec.whole_query` the query has no latent: one
+            `q_proj.weight` `[n * (nope + rope), in]` stands for the three `q_*` above. Biases are not known in this layer
+            and refused. Other names are not looked at.
         norm_eps: of both latent norms. Engines read `rms_norm_eps`; transformers fixes 1e-6 here.
         norm_kind: of both latent norms.
 
     Attributes:
+        q_lora_rank: None for a whole query, as are then `q_a_proj`, `q_a_layernorm` and `q_b_proj`; else `q_proj` is None.
         scaling: the factor on the scores, see `mla_scaling`.
         rotary_emb: over `qk_rope_head_dim` lanes; in the style that `spec.rope` says (interleaved in DeepSeek).
 
     Raises:
-        LayerBuildError: `q_lora_rank` or another extent is unknown, or a tensor is missing, of another shape, or not
-            due.
+        LayerBuildError: `q_lora_rank` (unless the query is whole) or another extent is unknown, or a tensor is missing, of
+            another shape, or not due.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class MLAAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.q_lora_rank = require_q_lora_rank(spec)
+        self.q_lora_rank = None if spec.whole_query else require_q_lora_rank(spec)
         self.num_heads = known(spec.num_heads, "num_attention_heads")
         self.kv_lora_rank = known(spec.kv_lora_rank, "kv_lora_rank")
         self.qk_nope_head_dim = known(spec.qk_nope_head_dim, "qk_nope_head_dim")
@@ -60,7 +62,7 @@ class MLAAttention(nn.Module):
         in_features, out_features = known(spec.in_features, "in_features"), known(spec.out_features, "out_features")
 
         latent_rows = self.kv_lora_rank + self.qk_rope_head_dim
-        if "fused_qkv_a_proj_with_mqa.weight" in tensors:
+        if self.q_lora_rank is not None and "fused_qkv_a_proj_with_mqa.weight" in tensors:
             fused = take(tensors, "fused_qkv_a_proj_with_mqa.weight", (self.q_lora_rank + latent_rows, in_features))
             q_a, kv_a = torch.split(fused, [self.q_lora_rank, latent_rows])
             tensors = {**tensors, "q_a_proj.weight": q_a, "kv_a_proj_with_mqa.weight": kv_a}
@@ -72,9 +74,17 @@ class MLAAttention(nn.Module):
         def norm(name: str, width: int) -> RMSNorm:
             return RMSNorm(take(tensors, f"{name}.weight", (width,)), norm_eps, norm_kind)
 
-        self.q_a_proj = linear("q_a_proj", self.q_lora_rank, in_features)
-        self.q_a_layernorm = norm("q_a_layernorm", self.q_lora_rank)
-        self.q_b_proj = linear("q_b_proj", self.num_heads * self.qk_head_dim, self.q_lora_rank)
+        queries = self.num_heads * self.qk_head_dim
+        self.q_proj: Linear | None = None
+        self.q_a_proj: Linear | None = None
+        self.q_a_layernorm: RMSNorm | None = None
+        self.q_b_proj: Linear | None = None
+        if self.q_lora_rank is None:
+            self.q_proj = linear("q_proj", queries, in_features)
+        else:
+            self.q_a_proj = linear("q_a_proj", self.q_lora_rank, in_features)
+            self.q_a_layernorm = norm("q_a_layernorm", self.q_lora_rank)
+            self.q_b_proj = linear("q_b_proj", queries, self.q_lora_rank)
         self.kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", latent_rows, in_features)
         self.kv_a_layernorm = norm("kv_a_layernorm", self.kv_lora_rank)
         expanded = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
@@ -147,8 +157,9 @@ class MLAAttention(nn.Module):
 
     def q(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Queries: `[..., T, n, qk_nope_head_dim]`, and rotated `[..., T, n, qk_rope_head_dim]`."""
-        heads = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.num_heads, self.qk_head_dim))
-        q_nope, q_pe = heads.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        heads = self._query(x)
+        heads = heads.reshape(*heads.shape[:-1], self.num_heads, self.qk_head_dim)
+        q_nope, q_pe = torch.split(heads, [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         return q_nope, self.rotary_emb.rotate(q_pe, positions)
 
     def latent(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -158,6 +169,14 @@ class MLAAttention(nn.Module):
         latent, k_pe = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         turned = self.rotary_emb.rotate(k_pe.unsqueeze(-2), positions).squeeze(-2)
         return torch.cat([self.kv_a_layernorm(latent), turned], dim=-1)
+
+    def _query(self, x: Tensor) -> Tensor:
+        if self.q_a_proj is None or self.q_a_layernorm is None or self.q_b_proj is None:
+            assert self.q_proj is not None
+            whole: Tensor = self.q_proj(x)
+            return whole
+        query: Tensor = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        return query
 
     def _naive(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, visible: Tensor) -> Tensor:
         heads = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, self.qk_nope_head_dim + self.v_head_dim))

@@ -6,25 +6,37 @@ scaling. So it is a method of its own, and experts are gone through one by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from pytest_specdecode.errors import LayerBuildError
 from pytest_specdecode.layers.linear import Linear, frozen, known, take
-from pytest_specdecode.layers.mlp import GatedMLP
+from pytest_specdecode.layers.mlp import GatedMLP, PlainMLP
 from pytest_specdecode.spec import MoESpec
+
+#: Scores from router logits `[..., E]`, by the names that configurations use; the last is DeepSeek-V4's.
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sqrtsoftplus": lambda logits: nn.functional.softplus(logits).sqrt(),
+}
 
 
 class MoE(nn.Module):
     """`sum_k w_k * expert_k(x) + shared(x)`, the k experts chosen per token (DeepSeek-V3, arXiv 2412.19437; Qwen3-Next).
 
+    With `spec.weigh_inputs` the sum is of `expert_k(w_k * x)` (Llama 4), which is another function: experts are not linear. With
+    `spec.latent` it is `fc2(sum_k w_k * expert_k(fc1(x))) + shared(x)` (Nemotron-H).
+
     Args:
         spec: shapes and options; every extent must be known.
         tensors: by local name: `gate.weight` `[E, H]`; `gate.e_score_correction_bias` `[E]` with `spec.correction_bias`; per expert e
             `experts.{e}.{gate,up,down}_proj.weight`, or all joined as `experts.gate_up_proj` `[E, 2 * I, H]` (gate first) and
-            `experts.down_proj` `[E, H, I]`; `shared_experts.*` or `shared_expert.*`; `shared_expert_gate.weight` `[1, H]`.
+            `experts.down_proj` `[E, H, I]`; `shared_experts.*` or `shared_expert.*`; `shared_expert_gate.weight` `[1, H]`;
+            with `spec.latent` `fc1_latent_proj.weight` `[L, H]` and `fc2_latent_proj.weight` `[H, L]`, and L in the place of H in
+            the routed experts. Without `spec.gated` there is no `gate_proj` anywhere.
         hidden_size: H.
         hidden_act: of every expert.
 
@@ -56,24 +68,38 @@ class MoE(nn.Module):
         if spec.correction_bias:
             bias = take(tensors, "gate.e_score_correction_bias", (self.num_experts,))
             self.e_score_correction_bias = frozen(bias)
-        parts = _separate(tensors, self.num_experts, inner, hidden_size) if spec.fused_experts else tensors
+        self.fc1_latent_proj: Linear | None = None
+        self.fc2_latent_proj: Linear | None = None
+        features = hidden_size
+        if spec.latent:
+            features = known(spec.latent_size, "moe_latent_size")
+            before, behind = "fc1_latent_proj.weight", "fc2_latent_proj.weight"
+            self.fc1_latent_proj = Linear(take(tensors, before, (features, hidden_size)), name=before)
+            self.fc2_latent_proj = Linear(take(tensors, behind, (hidden_size, features)), name=behind)
+        parts = _separate(tensors, self.num_experts, inner, features) if spec.fused_experts else tensors
 
-        def expert(prefix: str, width: int) -> GatedMLP:
+        def expert(prefix: str, features: int, width: int) -> GatedMLP | PlainMLP:
             local = _under(parts, prefix)
             try:
+                if not spec.gated:
+                    return PlainMLP(local, in_features=features, intermediate_size=width, hidden_act=hidden_act)
                 return GatedMLP.from_tensors(
-                    local, in_features=hidden_size, intermediate_size=width, hidden_act=hidden_act
+                    local,
+                    in_features=features,
+                    intermediate_size=width,
+                    hidden_act=hidden_act,
+                    limit=spec.swiglu_limit,
                 )
             except LayerBuildError as error:
                 key = None if error.key is None else f"{prefix}.{error.key}"
                 raise LayerBuildError(error.message, key=key, got=error.got, due=error.due) from error
 
-        self.experts = nn.ModuleList(expert(f"experts.{index}", inner) for index in range(self.num_experts))
-        self.shared_experts: GatedMLP | None = None
+        self.experts = nn.ModuleList(expert(f"experts.{index}", features, inner) for index in range(self.num_experts))
+        self.shared_experts: GatedMLP | PlainMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if spec.shared_intermediate_size:
             name = "shared_expert" if spec.shared_gate else "shared_experts"
-            self.shared_experts = expert(name, spec.shared_intermediate_size)
+            self.shared_experts = expert(name, hidden_size, spec.shared_intermediate_size)
             if spec.shared_gate:
                 weight = take(tensors, "shared_expert_gate.weight", (1, hidden_size))
                 self.shared_expert_gate = Linear(weight, name="shared_expert_gate.weight")
@@ -82,7 +108,7 @@ class MoE(nn.Module):
         """Weights `[..., k]`, in float32 or wider, and ids `[..., k]` of the experts that each row of `x` goes to."""
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = nn.functional.linear(x.to(wide), self.gate.weight.to(wide))
-        scores = logits.sigmoid() if self.spec.scoring == "sigmoid" else logits.softmax(dim=-1)
+        scores = _SCORES[self.spec.scoring](logits)
         choice = scores
         if self.e_score_correction_bias is not None:
             choice = scores + self.e_score_correction_bias.to(wide)
@@ -98,11 +124,17 @@ class MoE(nn.Module):
         """`[..., H]` to the same shape in the weights' dtype."""
         rows = x.flatten(0, -2)
         weights, chosen = self.route(rows)
-        out = torch.zeros_like(rows)
+        seen = rows if self.fc1_latent_proj is None else self.fc1_latent_proj(rows)
+        out = torch.zeros_like(seen)
         for index, expert in enumerate(self.experts):
             row, place = torch.where(chosen == index)
             if len(row):
-                out.index_add_(0, row, (expert(rows[row]) * weights[row, place, None]).to(out.dtype))
+                given, weight = seen[row], weights[row, place, None]
+                if self.spec.weigh_inputs:
+                    given, weight = (given * weight).to(given.dtype), torch.ones_like(weight)
+                out.index_add_(0, row, (expert(given) * weight).to(out.dtype))
+        if self.fc2_latent_proj is not None:
+            out = self.fc2_latent_proj(out)
         if self.shared_experts is not None:
             shared = self.shared_experts(rows)
             out = out + (

@@ -1,4 +1,4 @@
-"""RMS normalisation, in the two spellings that checkpoints use for its weight.
+"""RMS normalisation, in the two spellings that checkpoints use for its weight, and Cohere's layer norm.
 
 Kept apart from the attention layers because the kind of a norm is invisible in the checkpoint: the same tensor means
 `w` in one family and `1 + w` in another, and reading it the wrong way is silent.
@@ -81,27 +81,23 @@ class LayerNorm(nn.Module):
     Computed in float32, or float64 where the input is float64, and rounded once to the input's dtype.
 
     Args:
-        weight: `[width]`, any floating dtype.
+        weight: `[width]`, or `[heads, width]` for one weight per head, any floating dtype.
         eps: added to the variance.
 
     Raises:
-        LayerBuildError: the weight is not a vector, or eps is negative or not finite.
+        LayerBuildError: the weight is neither, or eps is negative or not finite.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
-        checked = RMSNorm(weight, eps)
-        self.weight = checked.weight
-        self.variance_epsilon = checked.variance_epsilon
+        self.variance_epsilon = RMSNorm(weight.flatten() if weight.ndim == 2 else weight, eps).variance_epsilon
+        self.weight = frozen(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., width]` to the same shape and dtype; DraftError where the width differs."""
-        if x.shape[-1] != self.weight.shape[0]:
-            raise DraftError(
-                f"a norm over {self.weight.shape[0]} features was given {x.shape[-1]}",
-                got=x.shape[-1],
-                due=self.weight.shape[0],
-            )
+        """`[..., width]`, or `[..., heads, width]`, to the same shape and dtype; DraftError where that differs."""
+        due = tuple(self.weight.shape)
+        if tuple(x.shape[-len(due) :]) != due:
+            raise DraftError(f"a norm over {list(due)} was given {list(x.shape)}", got=tuple(x.shape), due=due)
         wide = torch.promote_types(x.dtype, torch.float32)
         centred = x.to(wide) - x.to(wide).mean(dim=-1, keepdim=True)
         inverse = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + self.variance_epsilon)

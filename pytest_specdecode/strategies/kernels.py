@@ -8,9 +8,10 @@ is NaN, or for positions a number no table has, so that reading it cannot pass u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hypothesis import strategies as st
@@ -98,11 +99,11 @@ class StackInput:
         values = filled(self.values, shape, torch_dtype(self.stack.dtype), seed=self.seed, stream=stream)
         return laid_out(values, self.layout)
 
-    def _norm_weights(self, name: str) -> Tensor:
-        """What each layer's norm `name` multiplies by, float32 `[L, …]`: w, or 1 + w for a Gemma norm."""
+    def _norm_weights(self, norm_of: Callable[[Any], Any]) -> Tensor:
+        """What each layer's norm, found in its attention by `norm_of`, multiplies by, float32 `[L, …]`: w, or 1 + w for a Gemma norm."""
         import torch
 
-        norms = [getattr(layer.self_attn, name) for layer in self.stack.layers]
+        norms = [norm_of(layer.self_attn) for layer in self.stack.layers]
         return torch.stack([norm.weight.detach().float() + (norm.norm_kind == "gemma") for norm in norms])
 
 
@@ -136,7 +137,7 @@ class KernelInput(StackInput):
     @cached_property
     def k_norm_weight(self) -> Tensor:
         """What each layer's K is multiplied by, float32 `[L, head_dim]`: w, or 1 + w for a Gemma norm."""
-        return self._norm_weights("k_norm")
+        return self._norm_weights(attrgetter("k_norm"))
 
     @property
     def launch_arguments(self) -> dict[str, Any]:

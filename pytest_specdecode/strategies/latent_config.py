@@ -1,7 +1,8 @@
 """One latent-attention layer's configuration, and the strategy of those that a stack can serve: what `configs.py` is for K/V heads.
 
-A layer here is what the stack reads of multi-head latent attention: the down projection to one row per token, the norm of its latent,
-and the rotation of the k_pe behind it. Queries and the up projections have the least widths there are; no cache row depends on them.
+A layer here is what the stack reads of multi-head latent attention: the down projection to one row per token, the norm of its latent or
+(DeepSeek-V4) of the whole row, and the rotation of the k_pe at its end. Queries and the up projections have the least widths there are; no
+cache row depends on them.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from pytest_specdecode.strategies.configs import (
 KV_LORA_RANKS = (1, 2, 3, 5, 8, 16, 24, 80, 100, 512)
 ROPE_HEAD_DIMS = (2, 4, 6, 8, 10, 64)
 Q_LORA_RANKS = (1, 2, 3, 8)
+LATENT_NORMS = ("latent", "whole")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -58,9 +60,9 @@ class LatentConfig(Configuration):
             before it), or None for a right table.
         dtype: of every weight, without `torch.`.
         bias: whether the down projection has one.
-        latent_norm: `latent` (over kv_lora_rank), `whole` (over the whole row), or `none`.
+        latent_norm: `latent` (over kv_lora_rank), `whole` (over the whole row, as DeepSeek-V4's layers have it), or `none`.
         norm_kind: `rms` (times w) or `gemma` (times 1 + w).
-        norm_eps: epsilon of the latent's norm.
+        norm_eps: epsilon of the norm.
         is_joined: whether the down projection holds Q's rows before the latent's.
         q_lora_rank: rows of Q in a joined projection, as the layer *states* them.
         q_rows: rows of Q that a joined projection has; q_lora_rank where not given.
@@ -130,6 +132,7 @@ def latent_configs(
     max_position_embeddings: ValueOr[int] | None = None,
     dtype: ValueOr[str] | None = None,
     bias: ValueOr[bool] | None = None,
+    latent_norm: ValueOr[str] | None = None,
     norm_kind: ValueOr[str] | None = None,
     norm_eps: ValueOr[float] | None = None,
     is_joined: ValueOr[bool] | None = None,
@@ -142,11 +145,12 @@ def latent_configs(
         LatentConfig(kv_lora_rank=24, qk_rope_head_dim=8, hidden_size=16, dtype='bfloat16', is_joined=True)
 
     Guarantee: any number of layers with one such configuration is a stack that FusedLatentKV serves: `qk_rope_head_dim` is even and above
-    0; the norm runs over the latent alone; nothing is quantised.
+    0; the norm runs over the latent or over the whole row; nothing is quantised.
 
     Requirement: arguments that are strategies must not draw what contradicts another argument.
 
-    Shrinks towards a latent of 1 lane and a k_pe of 2, hidden size 1, theta 10000 unscaled, interleaved, float32, no bias, not joined.
+    Shrinks towards a latent of 1 lane and a k_pe of 2, hidden size 1, theta 10000 unscaled, interleaved, float32, no bias, a norm over the
+    latent, not joined.
 
     Args:
         kv_lora_rank: drawn: 1, 2, 3, 5, 8, 16, 24, 80, 100, 512.
@@ -159,6 +163,7 @@ def latent_configs(
         max_position_embeddings: drawn: 64 or 300; a table starts with at most 256 rows, so that with 300 it has to grow.
         dtype: `float32`, `float16` or `bfloat16`.
         bias: of the down projection.
+        latent_norm: `latent` or `whole`.
         norm_kind: `rms` or `gemma`.
         norm_eps: drawn: 1e-6, 1e-5, 1e-3.
         is_joined: whether Q's rows stand before the latent's in one projection.
@@ -184,6 +189,7 @@ def latent_configs(
         ),
         dtype=argument("dtype", dtype, st.sampled_from(DTYPES), choice(DTYPES)),
         bias=argument("bias", bias, flags, boolean),
+        latent_norm=argument("latent_norm", latent_norm, st.sampled_from(LATENT_NORMS), choice(LATENT_NORMS)),
         norm_kind=argument("norm_kind", norm_kind, st.sampled_from(NORM_KINDS), choice(NORM_KINDS)),
         norm_eps=argument("norm_eps", norm_eps, st.sampled_from(NORM_EPSILONS), number),
         is_joined=argument("is_joined", is_joined, flags, boolean),

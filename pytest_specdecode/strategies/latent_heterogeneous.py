@@ -22,6 +22,7 @@ from pytest_specdecode.strategies.heterogeneous import (
 )
 from pytest_specdecode.strategies.latent_config import (
     KV_LORA_RANKS,
+    LATENT_NORMS,
     Q_LORA_RANKS,
     ROPE_HEAD_DIMS,
     LatentConfig,
@@ -150,7 +151,7 @@ _CHANGES: dict[str, Callable[[LatentConfig], Changes]] = {
     "kv-lora-rank": others("kv_lora_rank", KV_LORA_RANKS),
     "qk-rope-head-dim": _other_rope_widths,
     "rope-style": others("is_neox_style", (False, True)),
-    "latent-norm": others("latent_norm", ("none", "whole")),
+    "latent-norm": others("latent_norm", ("none", *LATENT_NORMS)),
     "q-lora-rank": _other_q_ranks,
 }
 

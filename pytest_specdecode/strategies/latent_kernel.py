@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis.strategies import SearchStrategy
 
+from pytest_specdecode.fused_kv.latent_stack import row_norm_of
 from pytest_specdecode.strategies.arguments import ValueOr, argument, check_bounds, instance
 from pytest_specdecode.strategies.kernels import StackInput, drawn_inputs, token_counts
 from pytest_specdecode.strategies.latent_stack import LatentStack, homogeneous_latent_stacks
@@ -44,8 +45,9 @@ class LatentInput(StackInput):
 
     @cached_property
     def norm_weight(self) -> Tensor:
-        """What each layer's latent is multiplied by, float32 `[L, kv_lora_rank]`: w, or 1 + w for a Gemma norm."""
-        return self._norm_weights("kv_a_layernorm")
+        """What each layer's latent is multiplied by, float32 `[L, kv_lora_rank]`, or its whole row, as wide as that: w, or 1 + w for a
+        Gemma norm."""
+        return self._norm_weights(row_norm_of)
 
     @property
     def launch_arguments(self) -> dict[str, Any]:
@@ -60,6 +62,7 @@ class LatentInput(StackInput):
             "kv_lora_rank": config.kv_lora_rank,
             "qk_rope_head_dim": config.qk_rope_head_dim,
             "is_neox_style": config.is_neox_style,
+            "latent_norm": config.latent_norm,
             "block_rows": self.block_rows,
         }
 

@@ -14,6 +14,7 @@ from hypothesis.strategies import SearchStrategy
 from pytest_specdecode.fused_kv.latent_stack import (
     JOINED_PROJECTION,
     PROJECTION,
+    ROW_PROJECTIONS,
     LatentFacts,
     latent_facts_of,
 )
@@ -36,7 +37,8 @@ class LatentStack(LayerStack):
     """Draft layers as an engine would hand them to its stacked latent path.
 
     Layers are built when first asked for, once; each has weights of its own. `layer.self_attn` is a `layers.MLAAttention` where that class
-    can be such a layer, and else a plain namespace with the attributes that engines read.
+    can be such a layer, and else a plain namespace with the attributes that engines read: where the norm goes over the whole row, under
+    the names that they have in DeepSeek-V4 (`wkv` or `fused_wqa_wkv`, `kv_norm`, `head_dim`).
 
     Attributes:
         configs: one per layer.
@@ -96,13 +98,17 @@ class LatentStack(LayerStack):
                 norm_eps=config.norm_eps,
                 norm_kind=config.norm_kind,
             )
-        name = JOINED_PROJECTION if config.is_joined else PROJECTION
+        is_row = config.latent_norm == "whole"
+        separate, joined = ROW_PROJECTIONS if is_row else (PROJECTION, JOINED_PROJECTION)
+        row: dict[str, Any] = {
+            joined if config.is_joined else separate: projection(config.quantization, weight, bias),
+            "kv_norm" if is_row else "kv_a_layernorm": norm(config, norm_weight),
+            "head_dim" if is_row else "kv_lora_rank": config.row_width if is_row else config.kv_lora_rank,
+        }
         return SimpleNamespace(
-            **{name: projection(config.quantization, weight, bias)},
+            **row,
             q_lora_rank=config.q_lora_rank,
-            kv_lora_rank=config.kv_lora_rank,
             qk_rope_head_dim=config.qk_rope_head_dim,
-            kv_a_layernorm=norm(config, norm_weight),
             rotary_emb=rotary(config.rope, config.qk_rope_head_dim, config.table_breaks_at),
         )
 

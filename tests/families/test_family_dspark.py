@@ -27,7 +27,7 @@ from torch import Tensor
 from pytest_specdecode import checks
 from pytest_specdecode.api import check_draft, context_of
 from pytest_specdecode.checkpoint import Checkpoint
-from pytest_specdecode.errors import DraftError, LayerBuildError, NoReferenceError, StackUnsupportedError
+from pytest_specdecode.errors import DraftError, LayerBuildError, StackUnsupportedError
 from pytest_specdecode.families import Draft, load
 from pytest_specdecode.families.dspark import DSparkOptions
 from pytest_specdecode.families.dspark_heads import DSparkHead, MarkovHead
@@ -125,7 +125,8 @@ V4: dict[str, Any] = {
     "q_lora_rank": 32,
     "o_lora_rank": 16,
     "o_groups": 2,
-    "n_routed_experts": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "hc_mult": 2,
     "num_key_value_heads": 1,
@@ -505,10 +506,7 @@ def test_only_the_draft_s_own_tensors_are_read_out_of_a_target(tmp_path: Path) -
     report = check_draft(tmp_path)
     assert report.ok
     assert not [result for result in report if result.status in ("failed", "warned")]
-    # What is not written here is said not to be known, not that the draft is at fault.
-    assert report["layers.build"].status == "inconclusive"
-    with pytest.raises(NoReferenceError, match="DeepSeek-V4"):
-        draft.layer(0)
+    assert {report[f"layers.{name}"].status for name in ("build", "finite", "incremental")} == {"passed"}
 
 
 def test_the_published_stages_of_deepseek_v4_flash(tmp_path: Path) -> None:
@@ -702,21 +700,33 @@ def test_mlx_packed_matrices_are_expected_packed_and_not_run(tmp_path: Path) -> 
 # --- every shape passes, and every tensor is missed ---------------------------------------------------------------------------------
 
 
+#: What is said of shapes that are right in themselves and that not every engine takes, or that the sizes here make odd.
+NOT_FOR_ALL = {
+    "specforge": {"dspark.keys"},
+    "liquid": {"dspark.keys"},
+    "native-fork": {"dspark.keys"},
+    "no-markov": {"dspark.heads"},
+    "window": {"dflash.layer-types", "dflash.causality"},
+    "gemma4": {"dflash.layer-types", "dflash.causality"},
+}
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_tiny_draft_of_every_shape_passes_every_check(tmp_path: Path, name: str) -> None:
     write_tiny(tmp_path, "dspark", **SHAPES[name])
     report = check_draft(tmp_path)
     assert report.ok
-    assert not [result for result in report if result.status not in ("passed", "skipped")]
+    assert {result.id for result in report if result.status in ("failed", "warned")} == NOT_FOR_ALL.get(name, set())
 
 
 def test_a_tiny_speculators_draft_passes_every_check(tmp_path: Path) -> None:
     for size in (VOCAB, 128):
-        write_tiny(tmp_path / str(size), "dspark", config=speculators(draft_vocab_size=size))
+        structure = tiny_config("xpress")["speculators_config"] | {"algorithm": "dspark"}
+        write_tiny(
+            tmp_path / str(size), "dspark", config=speculators(draft_vocab_size=size, speculators_config=structure)
+        )
         report = check_draft(tmp_path / str(size))
-        # The packaging has no key for the target's depth.
-        unsettled = [result.id for result in report if result.status not in ("passed", "skipped")]
-        assert unsettled in ([], ["taps.range"])
+        assert not [result.id for result in report if result.status in ("failed", "warned")]
         assert report.ok
 
 

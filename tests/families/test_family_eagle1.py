@@ -2,8 +2,10 @@
 
 What these catch: a draft taken for a neighbour whose `fc` is as wide, or a plain model taken for a draft; `fc`'s bias read as absent where
 the reader's default is present; a norm applied, or accepted, that the layout does not have (acceptance 0.308 for 0.619 due); a second
-layer without its norm; vLLM's nest read at the wrong level; a name of another maker's that is not known; a pickled file that is not read.
-Shapes are those published; the forward is written out in NumPy, in float64.
+layer without its norm; vLLM's nest read at the wrong level; a name of another maker's that is not known; a pickled file that is not read;
+a list of Llama 4's or Cohere 2's counted from the target's first layer; a default of another class's.
+Shapes are those published; the forward is written out in NumPy, in float64. Llama 4's and Cohere's layers are held against transformers
+in `tests/peers/test_peer_eagle1.py`, too.
 """
 
 from __future__ import annotations
@@ -16,12 +18,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_numbers import Array, Weights, attention, close, layer_norm, mlp, numbers, rms, tensor, weights_of
+from eagle_numbers import (
+    Array,
+    Weights,
+    attention,
+    close,
+    layer_norm,
+    mlp,
+    numbers,
+    rms,
+    silu,
+    tensor,
+    turned,
+    weights_of,
+)
 
 from pytest_specdecode import check_draft, open_draft
 from pytest_specdecode.checkpoint import Checkpoint
+from pytest_specdecode.errors import LayerBuildError
 from pytest_specdecode.families import Draft, load
 from pytest_specdecode.families.eagle1 import Eagle1Head, Eagle1Options
+from pytest_specdecode.spec import GQASpec, TemperatureSpec
 from pytest_specdecode.testing import (
     expected_tensors,
     random_tensors,
@@ -80,6 +97,17 @@ CONVERTED = {
     "model": {key: value for key, value in tiny_config("eagle1").items() if key != "bias"},
 }
 VARIANTS = {"minicpm": MINICPM, "cohere": COHERE, "llama4": LLAMA4, "mistral-large-3": MISTRAL}
+LLAMA4_EXPERTS = {**LLAMA4, "interleave_moe_layer_step": 1, "num_experts_per_tok": 2}
+COHERE2 = {**COHERE, "model_type": "cohere2", "layer_types": ["sliding_attention"], "sliding_window": 4}
+#: Every group of tensors that a layer of another target's may have.
+FORMS = {
+    **VARIANTS,
+    "llama4-experts": LLAMA4_EXPERTS,
+    "llama4-unturned": {**LLAMA4, "no_rope_layers": [0]},
+    "cohere-head-norms": {**COHERE, "use_qk_norm": True},
+    "cohere2": COHERE2,
+    "cohere-north": {**COHERE2, "norm_type": "rms_norm", "rms_norm_eps": 1e-6},
+}
 
 
 def required(config: dict[str, Any]) -> dict[str, tuple[int | None, ...]]:
@@ -250,6 +278,95 @@ def test_llama4_experts_are_due_where_every_layer_has_them() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("changes", "experts"),
+    [
+        ({"interleave_moe_layer_step": 2}, [False, True, False]),
+        ({"interleave_moe_layer_step": ...}, [True, True, True]),
+        ({"moe_layers": []}, [False, False, False]),
+        ({"moe_layers": [0, 2]}, [True, False, True]),
+        ({"num_local_experts": ..., "interleave_moe_layer_step": ...}, [False, False, False]),
+    ],
+)
+def test_the_file_says_which_of_llama4_s_layers_have_experts(changes: dict[str, Any], experts: list[bool]) -> None:
+    config = tiny_config("eagle1", **{**LLAMA4, "num_hidden_layers": 3, **changes})
+    spec, _ = expected_tensors(config, "eagle1")
+    assert [layer.moe is not None for layer in spec.layers] == experts
+    assert [layer.intermediate_size for layer in spec.layers] == [128 if routed else 160 for routed in experts]
+
+
+def attentions(changes: dict[str, Any]) -> list[GQASpec]:
+    spec, _ = expected_tensors(tiny_config("eagle1", **changes), "eagle1")
+    found = [layer.attention for layer in spec.layers]
+    assert all(isinstance(attention, GQASpec) for attention in found)
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("changes", "turning", "chunks"),
+    [
+        ({}, [True, True, True, False, True], [8192, 8192, 8192, None, 8192]),
+        ({"no_rope_layers": []}, [True, True, True, False, True], [8192, 8192, 8192, None, 8192]),
+        ({"no_rope_layer_interval": 2}, [True, False, True, False, True], [8192, None, 8192, None, 8192]),
+        ({"no_rope_layers": [1, 1, 0, 0, 0]}, [True, True, False, False, False], [8192, 8192, None, None, None]),
+        ({"attention_chunk_size": None}, [True, True, True, False, True], [None] * 5),
+        ({"layer_types": ["full_attention"] * 5}, [True, True, True, False, True], [None] * 5),
+    ],
+)
+def test_which_of_llama4_s_layers_rotate(
+    changes: dict[str, Any], turning: list[bool], chunks: list[int | None]
+) -> None:
+    found = attentions({**LLAMA4, "num_hidden_layers": 5, **changes})
+    assert [attention.rotates for attention in found] == turning
+    assert [attention.chunk_size for attention in found] == chunks
+    assert [attention.qk_norm for attention in found] == turning
+    assert [attention.temperature is not None for attention in found] == [not turned for turned in turning]
+
+
+@pytest.mark.parametrize(("stated", "tuned"), [(..., True), (True, True), (4, True), (False, False), (0, False)])
+def test_llama4_s_temperature_is_a_flag_or_a_number(stated: Any, tuned: bool) -> None:
+    (found,) = attentions({**LLAMA4, "no_rope_layers": [0], "attn_temperature_tuning": stated})
+    assert found.temperature == (TemperatureSpec(attn_scale=0.1, floor_scale=8192.0) if tuned else None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows", "turning"),
+    [
+        ({"model_type": "cohere", "layer_types": ["full_attention"] * 5}, [None] * 5, [True] * 5),
+        ({}, [4096, 4096, 4096, None, 4096], [True, True, True, False, True]),
+        ({"sliding_window_pattern": 2, "sliding_window": 7}, [7, None, 7, None, 7], [True, False, True, False, True]),
+        ({"model_type": "cohere2_moe", "layer_types": ["sliding_attention"] * 5}, [4096] * 5, [True] * 5),
+    ],
+)
+def test_cohere_2_s_windows(changes: dict[str, Any], windows: list[int | None], turning: list[bool]) -> None:
+    found = attentions({**COHERE, "model_type": "cohere2", "num_hidden_layers": 5, **changes})
+    assert [attention.sliding_window for attention in found] == windows
+    assert [attention.rotates for attention in found] == turning
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer_norm", "eps"),
+    [
+        ({}, True, 1e-5),
+        ({"layer_norm_eps": ..., "rms_norm_eps": 1e-3}, True, 1e-5),
+        ({"norm_type": "rms_norm", "rms_norm_eps": 1e-3}, False, 1e-3),
+        ({"norm_type": "layer_norm", "rms_norm_eps": 1e-3}, True, 1e-5),
+        ({"model_type": "cohere2_moe", "rms_norm_eps": 1e-3}, False, 1e-3),
+        ({"model_type": "cohere2_moe", "rms_norm_eps": None}, True, 1e-5),
+    ],
+)
+def test_which_norm_a_cohere_draft_has(changes: dict[str, Any], layer_norm: bool, eps: float) -> None:
+    spec, _ = expected_tensors(tiny_config("eagle1", **{**COHERE, **changes}), "eagle1")
+    assert (spec.options.layer_norm, spec.norm_eps, spec.layers[0].norm_eps) == (layer_norm, eps, eps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta"), [(LLAMA4, 500000.0), (COHERE, None), (MINICPM, 10000.0), ({"num_hidden_layers": 1}, 10000.0)]
+)
+def test_the_base_of_a_file_without_one_is_its_class_s(changes: dict[str, Any], theta: float | None) -> None:
+    assert attentions({**changes, "rope_theta": ...})[0].rope.theta == theta
+
+
 NATIVE = {
     "fc.": "eagle_linear.",
     "layers.0.input_layernorm": "layers.0.attention_norm",
@@ -297,10 +414,10 @@ def test_other_makers_names_are_known(tmp_path: Path, changes: dict[str, Any], r
 # --- checks --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["llama", *VARIANTS])
+@pytest.mark.parametrize("form", ["llama", *FORMS])
 @pytest.mark.parametrize("how", ["dropped", "misshapen"])
-def test_a_broken_tensor_is_named_whatever_its_group(tmp_path: Path, variant: str, how: str) -> None:
-    config = tiny_config("eagle1", **VARIANTS.get(variant, {}))
+def test_a_broken_tensor_is_named_whatever_its_group(tmp_path: Path, form: str, how: str) -> None:
+    config = tiny_config("eagle1", **FORMS.get(form, {}))
     whole = random_tensors(config, "eagle1", dtype="float16")
     for name in whole:
         tensors = dict(whole)
@@ -364,11 +481,27 @@ def test_a_pickled_file_is_read(tmp_path: Path) -> None:
     assert torch.equal(draft.layer(0).prefill(probe), twin.layer(0).prefill(probe))
 
 
-def test_a_layer_without_a_reference_forward_is_inconclusive(tmp_path: Path) -> None:
-    report = check_draft(write_tiny(tmp_path, "eagle1", **LLAMA4), checks=["weights", "layers"])
-    assert report["weights.shapes"].status == "passed"
+@pytest.mark.parametrize("form", list(FORMS))
+def test_every_form_passes_every_check(tmp_path: Path, form: str) -> None:
+    report = check_draft(write_tiny(tmp_path, "eagle1", **FORMS[form]))
+    assert not [result for result in report if result.status in ("failed", "warned")]
     for id in ("layers.build", "layers.finite", "layers.incremental"):
-        assert report[id].status == "inconclusive", id
+        assert report[id].status == "passed", id
+
+
+def test_a_layer_that_does_not_rotate_needs_no_base(tmp_path: Path) -> None:
+    unturned = write_tiny(tmp_path / "one", "eagle1", **{**LLAMA4, "no_rope_layers": [0], "rope_theta": ...})
+    assert check_draft(unturned, checks=["rope"])["rope.theta-stated"].status == "skipped"
+    silent = write_tiny(tmp_path / "two", "eagle1", **COHERE, rope_theta=...)
+    assert check_draft(silent, checks=["rope"])["rope.theta-stated"].status == "failed"
+
+
+@pytest.mark.parametrize(("key", "value"), [("floor_scale", 0), ("attention_chunk_size", 0)])
+def test_a_scale_that_divides_by_nothing_is_named(tmp_path: Path, key: str, value: int) -> None:
+    lists = {"no_rope_layers": [0 if key == "floor_scale" else 1]}
+    path = write_tiny(tmp_path, "eagle1", **{**LLAMA4, **lists, key: value})
+    result = check_draft(path, checks=["layers.build"])["layers.build"]
+    assert (result.status, result.findings[0].where) == ("failed", key)
 
 
 # --- forward -------------------------------------------------------------------------------------------------------------
@@ -437,6 +570,94 @@ def test_cohere_runs_its_sublayers_side_by_side(tmp_path: Path) -> None:
     close(out, layer_norm(z, w["norm.weight"], 1e-5))
 
 
+def test_cohere_norms_each_head_with_a_weight_of_its_own(tmp_path: Path) -> None:
+    draft, w = written(tmp_path, **FORMS["cohere-head-norms"])
+    embeds, hidden = numbers(1, TOKENS, HIDDEN), numbers(2, TOKENS, HIDDEN) + 1
+    fused, out = ours(draft, embeds, hidden, POSITIONS)
+    x = fused.numpy()
+    n = layer_norm(x, w["layers.0.input_layernorm.weight"], 1e-5)
+    q, k, v = (heads_of(n, w, part) for part in "qkv")
+    q, k = (layer_norm(each, w[f"layers.0.self_attn.{part}_norm.weight"], 1e-5) for each, part in ((q, "q"), (k, "k")))
+    q, k = (turn_heads(each, 500000.0) for each in (q, k))
+    seen = np.tril(np.ones((TOKENS, TOKENS), dtype=bool))
+    z = x + attended(w, q, k, v, seen) + mlp(w, 0, n)
+    close(out, layer_norm(z, w["norm.weight"], 1e-5))
+
+
+def test_cohere_s_logits_are_scaled_and_its_states_are_not(tmp_path: Path) -> None:
+    draft, _ = written(tmp_path, **COHERE, logit_scale=0.25)
+    assert draft.spec is not None
+    head = Eagle1Head(draft.spec, draft.source(dtype=torch.float64))
+    states, weight = tensor(numbers(1, TOKENS, HIDDEN)), tensor(numbers(2, 512, HIDDEN))
+    close(head.logits(states, weight), states.numpy() @ weight.numpy().T / 4)
+    with pytest.raises(LayerBuildError, match=r"lm_head\.weight"):
+        head.logits(states)
+    default = open_draft(write_tiny(tmp_path / "default", "eagle1", **COHERE)).spec
+    assert default is not None
+    assert default.options.logit_scale == 0.0625
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("turned_layer", [False, True])
+def test_a_llama4_layer(tmp_path: Path, experts: bool, turned_layer: bool) -> None:
+    sizes = {"attention_chunk_size": 6, "floor_scale": 4, "attn_scale": 0.5, "no_rope_layers": [int(turned_layer)]}
+    draft, w = written(tmp_path, **{**(LLAMA4_EXPERTS if experts else LLAMA4), **sizes})
+    embeds, hidden = numbers(1, TOKENS, HIDDEN), numbers(2, TOKENS, HIDDEN)
+    _, out = ours(draft, embeds, hidden, POSITIONS)
+    x = np.concatenate([embeds, hidden], axis=-1) @ w["fc.weight"].T
+    n = rms(x, w["layers.0.input_layernorm.weight"], 1e-5)
+    q, k, v = (heads_of(n, w, part) for part in "qkv")
+    seen = np.tril(np.ones((TOKENS, TOKENS), dtype=bool))
+    if turned_layer:
+        q, k = (rms(turn_heads(each, 500000.0), np.ones(16), 1e-5) for each in (q, k))
+        # Positions 3, 4 and 5 lie in the first chunk of six; 9 and 10 in the second; 40 in one of its own.
+        seen &= np.equal.outer([0, 0, 0, 1, 1, 6], [0, 0, 0, 1, 1, 6])
+    else:
+        # Four positions to a step, counted from one: 3 is the fourth.
+        q = q * (1 + 0.5 * np.log(1 + np.array([1, 1, 1, 2, 2, 10])))[:, None, None]
+    y = x + attended(w, q, k, v, seen)
+    n = rms(y, w["layers.0.post_attention_layernorm.weight"], 1e-5)
+    z = y + (llama4_experts(w, n, chosen=2) if experts else mlp(w, 0, n))
+    close(out, rms(z, w["norm.weight"], 1e-5))
+
+
+def heads_of(states: Array, w: Weights, part: str) -> Array:
+    projected: Array = states @ w[f"layers.0.self_attn.{part}_proj.weight"].T
+    return projected.reshape(TOKENS, -1, 16)
+
+
+def turn_heads(heads: Array, theta: float) -> Array:
+    return np.stack([turned(heads[:, head], POSITIONS, theta, neox=False) for head in range(heads.shape[1])], axis=1)
+
+
+def attended(w: Weights, q: Array, k: Array, v: Array, seen: Array) -> Array:
+    outputs = []
+    for head in range(q.shape[1]):
+        kv = head // (q.shape[1] // k.shape[1])
+        scores = np.where(seen, q[:, head] @ k[:, kv].T / np.sqrt(q.shape[-1]), -np.inf)
+        exps = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        outputs.append(exps / exps.sum(axis=-1, keepdims=True) @ v[:, kv])
+    out: Array = np.concatenate(outputs, axis=-1) @ w["layers.0.self_attn.o_proj.weight"].T
+    return out
+
+
+def llama4_experts(w: Weights, x: Array, chosen: int) -> Array:
+    name = "layers.0.mlp."
+    scores = x @ w[name + "router.weight"].T
+    rows = []
+    for row, logits in zip(x, scores, strict=True):
+        shared = silu(w[name + "shared_expert.gate_proj.weight"] @ row) * (
+            w[name + "shared_expert.up_proj.weight"] @ row
+        )
+        total = w[name + "shared_expert.down_proj.weight"] @ shared
+        for index in np.argsort(-logits)[:chosen]:
+            given = row / (1 + np.exp(-logits[index]))
+            gate, up = np.split(given @ w[name + "experts.gate_up_proj"][index], 2)
+            total = total + (silu(gate) * up) @ w[name + "experts.down_proj"][index]
+        rows.append(total)
+    return np.stack(rows)
+
+
 def test_mistral_large_3_is_a_deepseek_layer(tmp_path: Path) -> None:
     """The attention itself is held against transformers elsewhere; here it is what stands around it."""
     draft, w = written(tmp_path, **MISTRAL)
@@ -451,12 +672,13 @@ def test_mistral_large_3_is_a_deepseek_layer(tmp_path: Path) -> None:
     close(out, rms(z, w["norm.weight"], 1e-5))
 
 
-@pytest.mark.parametrize("variant", ["llama", "minicpm", "cohere", "mistral-large-3"])
-def test_step_by_step_is_one_prefill(tmp_path: Path, variant: str) -> None:
-    draft, _ = written(tmp_path, **VARIANTS.get(variant, {}))
+@pytest.mark.parametrize("form", ["llama", *FORMS])
+def test_step_by_step_is_one_prefill(tmp_path: Path, form: str) -> None:
+    small = {"attention_chunk_size": 3, "floor_scale": 2} if form.startswith("llama4") else {}
+    draft, _ = written(tmp_path, **{**FORMS.get(form, {}), **small})
     assert draft.spec is not None
     assert isinstance(draft.spec.options, Eagle1Options)
-    assert draft.spec.options.variant == variant
+    assert form.removesuffix("2").startswith(draft.spec.options.variant)
     layer = draft.layer(0, dtype=torch.float64)
     for batch in (1, 2):
         probe = layer.probe(7, 1, batch=batch)

@@ -2,11 +2,12 @@
 
 What these catch: a window given to every layer, or to none; head norms that a label promises and the file lacks, not missed; a head
 without `fc` that is not recognised, or an `fc` that its flag says is not read; the whole chain from taps to the recycled state with a norm
-in the wrong place.
+in the wrong place; parallel heads that are taken for tensors of another draft, or run on the state before the last norm.
 """
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,118 @@ def test_modelopt_s_export_is_read(tmp_path: Path) -> None:
     spec = open_draft(tmp_path).spec
     assert spec is not None
     assert (spec.packaging, spec.taps.ids, spec.taps.count) == ("plain", (1, 7, 12), 3)
+
+
+# --- ModelOpt's parallel heads ---------------------------------------------------------------------------------------
+
+
+PARALLEL = {
+    **MODELOPT,
+    "eagle_config": {**MODELOPT["eagle_config"], "parallel_draft_step": 3, "parallel_draft_heads_num_layers": 2},
+}
+LATENT = {"eagle_config": {**PARALLEL["eagle_config"], "eagle_aux_hidden_state_layer_ids": [2, 30, 58]}}
+HEADS = "parallel_draft_heads"
+
+
+def parallel_of(family: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    config = copy.deepcopy(tiny_config(family, **(PARALLEL if family == "eagle3" else LATENT)))
+    return config, random_tensors(config, family, seed=3)
+
+
+def renamed(name: str, how: str) -> str:
+    """How the trainer's modules, TensorRT-LLM's loader and the first exporter's modules call a tensor of a parallel head."""
+    parts = name.split(".")
+    if parts[0] != HEADS or parts[1] == "lm_head":
+        return name
+    if parts[2] == "lm_head":
+        return f"{HEADS}.{parts[1]}.2.weight" if how == "sequence" else name
+    stem = f"{HEADS}.medusa_heads" if how == "modules" else HEADS
+    return ".".join([stem, parts[1], parts[3], *parts[4:]])
+
+
+@pytest.mark.parametrize("family", ["eagle3", "eagle3-mla"])
+def test_parallel_heads_are_part_of_the_draft(tmp_path: Path, family: str) -> None:
+    config, tensors = parallel_of(family)
+    held = sorted(name for name in tensors if name.startswith(HEADS))
+    due = [f"{HEADS}.{i}.medusa_layers.{j}.linear.{end}" for i in (0, 1) for j in (0, 1) for end in ("bias", "weight")]
+    assert held == [*due, f"{HEADS}.lm_head.weight"]
+    # ModelOpt states the taps in one of two places, which another check points out.
+    groups = ["files", "config", "weights", "rope", "layers"]
+    report = check_draft(write_checkpoint(tmp_path, config, tensors), checks=groups)
+    open_ones = [result for result in report if result.status not in ("passed", "skipped") and not result.want]
+    assert not open_ones, [f"{result.id}: {result.status}: {result.message}" for result in open_ones]
+    for name in held:
+        lost = {key: value for key, value in tensors.items() if key != name}
+        report = check_draft(write_checkpoint(tmp_path, config, lost), checks=["weights", "layers.build"])
+        assert name in report["weights.biases" if name.endswith("bias") else "weights.missing"].message
+        assert report["layers.build"].findings[0].where == name
+        lost[name] = tensors[name][1:].contiguous()
+        report = check_draft(write_checkpoint(tmp_path, config, lost), checks=["weights", "layers.build"])
+        assert report["weights.shapes"].findings[0].where == name
+        assert report["layers.build"].findings[0].where == name
+
+
+@pytest.mark.parametrize("how", ["modules", "loader", "sequence"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_parallel_heads_by_their_other_names(tmp_path: Path, how: str, shared: bool) -> None:
+    config, tensors = parallel_of("eagle3")
+    if not shared:
+        head = tensors.pop(f"{HEADS}.lm_head.weight")
+        tensors |= {f"{HEADS}.{index}.lm_head.weight": head.clone() + index for index in (0, 1)}
+    path = write_checkpoint(tmp_path, config, tensors, rename=lambda name: renamed(name, how))
+    draft = open_draft(path)
+    assert draft.binding is not None
+    assert (draft.binding.missing, draft.binding.unexpected, draft.binding.twice) == ((), (), ())
+    assert draft.spec is not None
+    assert draft.spec.eagle3 is not None
+    assert draft.spec.eagle3.parallel is not None
+    assert draft.spec.eagle3.parallel.shared_head == shared
+    assert check_draft(path, checks=["weights", "layers"]).ok
+    if shared:
+        return
+    del tensors[f"{HEADS}.1.lm_head.weight"]
+    report = check_draft(write_checkpoint(tmp_path, config, tensors), checks=["weights"])
+    assert f"{HEADS}.1.lm_head.weight" in report["weights.missing"].message
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_parallel_heads_read_the_normed_state(tmp_path: Path, shared: bool) -> None:
+    config, tensors = parallel_of("eagle3")
+    tensors = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
+    if not shared:
+        head = tensors.pop(f"{HEADS}.lm_head.weight")
+        tensors |= {f"{HEADS}.{index}.lm_head.weight": head * (index + 1) for index in (0, 1)}
+    draft = open_draft(write_checkpoint(tmp_path, config, tensors))
+    assert draft.spec is not None
+    w, z = weights_of(draft), numbers(4, 5, 64)
+    got = Eagle3Head(draft.spec, draft.source(dtype=torch.float64)).parallel_logits(tensor(z))
+    assert len(got) == 2
+    for index, logits in enumerate(got):
+        x = rms(z, w["norm.weight"], 1e-5)
+        for block in (0, 1):
+            name = f"{HEADS}.{index}.medusa_layers.{block}.linear"
+            y = x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+            x = x + y / (1 + np.exp(-y))
+        close(logits, x @ w[f"{HEADS}.lm_head.weight" if shared else f"{HEADS}.{index}.lm_head.weight"].T)
+
+
+@pytest.mark.parametrize("steps", [1, None])
+def test_parallel_heads_that_no_step_calls_for(tmp_path: Path, steps: int | None) -> None:
+    config, tensors = parallel_of("eagle3")
+    config["eagle_config"]["parallel_draft_step"] = steps
+    result = check_draft(write_checkpoint(tmp_path, config, tensors), checks=["weights"])["weights.unexpected"]
+    assert (result.status, HEADS in result.message) == ("failed", True)
+
+
+@pytest.mark.parametrize("layers", [None, 0, 400])
+@pytest.mark.parametrize("family", ["eagle3", "eagle3-mla"])
+def test_parallel_heads_of_no_usable_depth(tmp_path: Path, layers: int | None, family: str) -> None:
+    config, tensors = parallel_of(family)
+    config["eagle_config"]["parallel_draft_heads_num_layers"] = layers
+    result = check_draft(write_checkpoint(tmp_path, config, tensors), checks=["config.types"])["config.types"]
+    assert [finding.where for finding in result.findings] == [
+        "config.json: eagle_config.parallel_draft_heads_num_layers"
+    ]
 
 
 def test_speculators_flags_stand_at_the_top_and_sizes_in_the_nest(tmp_path: Path) -> None:

@@ -15,17 +15,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packagings import PACKAGINGS
 
 from pytest_specdecode import checks
 from pytest_specdecode.api import context_of
 from pytest_specdecode.checkpoint import DTYPE_BITS, Checkpoint
-from pytest_specdecode.families import Draft, load
+from pytest_specdecode.families import FAMILIES, Draft, load
 from pytest_specdecode.testing import tiny_config, write_sparse
 
 CONFIGS = Path(__file__).parents[1] / "corpus" / "configs"
-#: One of each layout and packaging; the rest of the corpus differs in numbers.
+#: Every family in every packaging, and real files of layouts that those do not have; the rest of the corpus differs in numbers.
 SEEDS: list[dict[str, Any]] = [
-    *(tiny_config(family) for family in ("eagle1", "eagle3", "eagle3-mla", "peagle", "eagle4", "dflash")),
+    *(case.whole for case in PACKAGINGS if not case.names and not case.joined),
     *(
         json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
         for name in (
@@ -41,6 +42,12 @@ SEEDS: list[dict[str, Any]] = [
             "speculators-eagle3--RedHatAI-gpt-oss-20b-speculator.eagle3",
             "template--modelopt-to-speculators-eagle3",
             "dspark--deepseek-dspark_gemma4_12b_block7",
+            "dspark--embedded-DeepSeek-V4-Flash",
+            "medusa--vllm-config-class",
+            "mtp--glm-5.1",
+            "mtp-gemma4assistant--google-gemma-4-E2B",
+            "speculators-dflash2--Qwen3-8B-shape",
+            "speculators-dspark--makora-gemma4-26b-a4b-shape",
         )
     ),
 ]
@@ -116,14 +123,14 @@ def test_a_made_up_configuration_is_read_or_reported(scratch: Path, config: dict
     judged(opened(scratch, config))
 
 
-@pytest.fixture(scope="module", params=["eagle3", "eagle3-mla", "dflash"])
+@pytest.fixture(scope="module", params=[family.name for family in FAMILIES])
 def with_weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     directory = tmp_path_factory.mktemp(request.param)
     write_sparse(directory, tiny_config(request.param), request.param)
     return directory, request.param
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(deadline=None, max_examples=30, derandomize=True)
 @given(data=st.data())
 def test_a_mutated_configuration_beside_weights_is_judged(with_weights: tuple[Path, str], data: st.DataObject) -> None:
     directory, family = with_weights
@@ -148,7 +155,7 @@ NAMES |= st.from_regex(r"(model\.)?(layers\.\d{1,5}|midlayer)\.(self_attn|mlp)?\
 
 @settings(deadline=None, max_examples=120, derandomize=True)
 @given(
-    family=st.sampled_from(["eagle3", "eagle3-mla", "dflash"]),
+    family=st.sampled_from([family.name for family in FAMILIES]),
     shapes=st.dictionaries(NAMES, st.lists(st.sampled_from([0, 1, 32, 64, 128, 192, 512]), max_size=3), max_size=8),
     dtype=st.sampled_from(["BF16", "F4", "I64", "BOOL", "C64"]),
 )

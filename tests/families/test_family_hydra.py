@@ -2,7 +2,8 @@
 
 What these catch: the widths of grounded heads, which grow with their place; the residual's projection left out; a missing bias of the head;
 dropouts that are counted in the names, and files from before they were; the prefix layer, misspelt as its authors have it, closed by its
-norm; a configuration of six fields that leaves every size to the base model.
+norm; a configuration of six fields that leaves every size to the base model; keys and values of the embeddings where the states' are due,
+another residual, a norm before the target's head; a message that names a tensor as no file does.
 
 Hydra's code is no package that could be installed here, so the forward is held against the formula written out in float64.
 """
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_specdecode import check_draft, open_draft, testing
+from pytest_specdecode.checks import REGISTRY
 
 HIDDEN = 64
 PREFIX = "prefix_embeding_layer"
@@ -116,18 +118,141 @@ def test_names_from_before_the_dropouts(tmp_path: Path) -> None:
     assert "hydra_lm_head.0.weight" in open_draft(tmp_path).checkpoint.tensors
 
 
-@pytest.mark.parametrize("arch", ["cross-attn", "eagle-attn"])
-def test_the_attention_forms_are_judged_by_their_tensors(tmp_path: Path, arch: str) -> None:
-    config = testing.tiny_config("hydra", hydra_head_arch=arch, hydra_num_heads=1, hydra_num_layers=1)
-    spec, tensors = testing.expected_tensors(config, "hydra")
-    assert spec.layers == ()
-    made = {
-        tensor.name: torch.randn([extent or 32 for extent in tensor.shape], generator=torch.Generator().manual_seed(1))
-        for tensor in tensors
-        if tensor.need == "required"
-    }
-    report = check_draft(testing.write_checkpoint(tmp_path, config, made))
-    assert report["weights.missing"].status == report["weights.unexpected"].status == "passed"
-    del made["attn.mlp.up_proj.weight" if arch == "eagle-attn" else "cross_attn.q_proj.weight"]
-    report = check_draft(testing.write_checkpoint(tmp_path, config, made))
-    assert report["weights.missing"].status == "failed"
+# --- the forms with one decoder layer in place of the heads ----------------------------------------------------------
+
+
+FORMS = ("cross-attn", "eagle-attn")
+#: The checks that ask for nothing beside the draft.
+DRAFT_ALONE = [id for id, item in REGISTRY.items() if not {"target", "serving", "trace"} & set(item.needs)]
+
+
+def form(arch: str, **changes: Any) -> dict[str, Any]:
+    one = {"hydra_head_arch": arch, "hydra_num_heads": 1, "hydra_num_layers": 1, "num_key_value_heads": 2}
+    return testing.tiny_config("hydra", **{**one, **changes})
+
+
+def turned(head: Tensor, position: int) -> Tensor:
+    """A head of 16 lanes, lane i and lane i + 8 turned together."""
+    angles = position * 10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    first, second = head[:8], head[8:]
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()])
+
+
+def looked_up(w: dict[str, Tensor], queries: Tensor, keys: Tensor, positions: list[int]) -> Tensor:
+    """Causal attention, one row and one head at a time; two query heads to a KV head."""
+    out = []
+    for row, at in enumerate(positions):
+        heads = []
+        for head in range(4):
+            q = turned((w["q_proj"] @ queries[row])[16 * head :][:16], at)
+            start = 16 * (head // 2)
+            seen = range(row + 1)
+            k = [turned((w["k_proj"] @ keys[i])[start : start + 16], positions[i]) for i in seen]
+            v = [(w["v_proj"] @ keys[i])[start : start + 16] for i in seen]
+            weights = torch.stack([torch.exp(q @ key / 4.0) for key in k])
+            heads.append(sum(weight * value for weight, value in zip(weights / weights.sum(), v, strict=True)))
+        out.append(w["o_proj"] @ torch.cat(heads))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("arch", FORMS)
+def test_the_layer_in_place_of_the_heads(tmp_path: Path, arch: str) -> None:
+    config = form(arch, rms_norm_eps=1e-3)
+    tensors = testing.random_tensors(config, "hydra", seed=5, dtype="float32")
+    draft = open_draft(testing.write_checkpoint(tmp_path, config, tensors))
+    assert draft.spec is not None
+    assert len(draft.spec.layers) == 1
+    stem, attention = ("", "cross_attn") if arch == "cross-attn" else ("attn.", "attn.self_attn")
+    w = {name: value.double() for name, value in tensors.items()}
+    projections = {name: w[f"{attention}.{name}.weight"] for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    generator = torch.Generator().manual_seed(1)
+    embeds, hidden = torch.randn(2, 6, HIDDEN, generator=generator, dtype=torch.float64).unbind()
+    positions = [3, 4, 5, 6, 7, 8]
+
+    def rms(x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * w[f"{stem}{name}.weight"]
+
+    if arch == "cross-attn":
+        queries, keys = rms(embeds, "input_layernorm"), rms(hidden, "input_layernorm")
+        y = embeds + looked_up(projections, queries, keys, positions)
+    else:
+        x = torch.cat([embeds, hidden], dim=-1) @ w["fc.weight"].T + w["fc.bias"]
+        n = rms(x, "input_layernorm")
+        y = x + looked_up(projections, n, n, positions)
+    gate, up = (rms(y, "post_attention_layernorm") @ w[f"{stem}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    due = y + (gate * gate.sigmoid() * up) @ w[f"{stem}mlp.down_proj.weight"].T
+    layer: Any = draft.layer(0, dtype=torch.float64)
+    torch.testing.assert_close(layer.forward(embeds, hidden, torch.tensor(positions)), due, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("arch", FORMS)
+def test_the_attention_forms_pass_every_check(tmp_path: Path, arch: str) -> None:
+    config = form(arch)
+    tensors = testing.random_tensors(config, "hydra", seed=2)
+    # What the class keeps beside its parameters: the base model's tables, and the frequencies.
+    table = torch.randn(512, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+    tensors |= {"input_embed_fn.weight": table, "lm_head.weight": table.clone()}
+    tensors["cross_attn.rotary_emb.inv_freq" if arch == "cross-attn" else "attn.self_attn.rotary_emb.inv_freq"] = (
+        torch.ones(8).bfloat16()
+    )
+    path = testing.write_checkpoint(tmp_path, config, tensors)
+    report = check_draft(path, checks=DRAFT_ALONE)
+    open_ones = [result for result in report if result.status not in ("passed", "skipped") and not result.want]
+    assert not open_ones, [f"{result.id}: {result.status}: {result.message}" for result in open_ones]
+    assert report["layers.incremental"].status == "passed"
+
+
+@pytest.mark.parametrize("arch", FORMS)
+def test_the_attention_forms_are_known_by_their_tensors(tmp_path: Path, arch: str) -> None:
+    """Without a configuration; and with the six fields, which leave the number of heads to the base model."""
+    config = form(arch)
+    tensors = testing.random_tensors(config, "hydra", seed=2)
+    bare = open_draft(testing.write_checkpoint(tmp_path / "bare", {}, tensors))
+    assert bare.recognition.family == "hydra"
+    assert bare.recognition.disagreement == ()
+    fields = ("hydra_num_heads", "hydra_num_layers", "hydra_head_arch", "base_model_name_or_path", "grounded_heads")
+    path = testing.write_checkpoint(tmp_path / "six", {key: config[key] for key in fields}, tensors)
+    draft = open_draft(path)
+    assert draft.spec is not None
+    assert (draft.spec.hidden_size, draft.spec.layers) == (HIDDEN, ())
+    assert draft.binding is not None
+    assert (draft.binding.missing, draft.binding.unexpected) == ((), ())
+    report = check_draft(path)
+    assert [result.id for result in report if result.status == "failed"] == []
+    assert report["layers.build"].status == "inconclusive"
+    assert "num_attention_heads" in report["layers.build"].message
+
+
+def _own(arch: str) -> list[str]:
+    return list(testing.random_tensors(form(arch), "hydra"))
+
+
+@pytest.mark.parametrize(("arch", "name"), [(arch, name) for arch in FORMS for name in _own(arch)])
+def test_a_tensor_of_an_attention_form_that_is_missing_or_cut_is_named(tmp_path: Path, arch: str, name: str) -> None:
+    config = form(arch)
+    tensors = testing.random_tensors(config, "hydra", seed=2)
+    whole = tensors.pop(name)
+    lost = check_draft(testing.write_checkpoint(tmp_path / "lost", config, tensors))
+    assert lost["weights.missing"].findings[0].where in (name, "layers 0")
+    assert name in lost["weights.missing"].message
+    assert lost["layers.build"].findings[0].where == name
+    tensors[name] = whole[:-1].contiguous()
+    cut = check_draft(testing.write_checkpoint(tmp_path / "cut", config, tensors), checks=["weights", "layers.build"])
+    assert cut["weights.shapes"].findings[0].where == name
+    assert cut["layers.build"].findings[0].where == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"hydra_num_heads": 2}, "hydra_num_heads"),
+        ({"hydra_num_layers": 4}, "hydra_num_layers"),
+        ({"grounded_heads": False}, "grounded_heads"),
+        ({"hydra_head_arch": "crossattn"}, "hydra_head_arch"),
+    ],
+)
+def test_what_an_attention_form_cannot_be(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
+    tensors = testing.random_tensors(form("cross-attn"), "hydra")
+    path = testing.write_checkpoint(tmp_path, form("cross-attn", **changes), tensors)
+    result = check_draft(path, checks=["config.types"])["config.types"]
+    assert [finding.where for finding in result.findings] == [f"config.json: {key}"]

@@ -75,7 +75,7 @@ def test_eagle3_whole(parse: Any) -> None:
     assert (attention.rope.max_position_embeddings, attention.rope.scaling) == (4096, {})
     assert (spec.vocabulary.vocab_size, spec.vocabulary.draft_vocab_size) == (512, 256)
     assert (spec.vocabulary.is_reduced, spec.vocabulary.head_rows) == (True, 256)
-    assert (spec.taps.ids, spec.taps.count, spec.taps.convention) == ((2, 8, 13), 3, None)
+    assert (spec.taps.ids, spec.taps.count, spec.taps.convention) == ((1, 7, 12), 3, "output")
     assert [item.key for item in spec.taps.stated] == [
         "eagle_config.eagle_aux_hidden_state_layer_ids",
         "eagle_aux_hidden_state_layer_ids",

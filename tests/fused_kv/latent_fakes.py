@@ -50,6 +50,8 @@ def latent_layer(
     bias: bool = False,
     norm: str = "latent",
     norm_kind: str = "rms",
+    is_row: bool = False,
+    compressor: Any = None,
     eps: float = 1e-6,
     eps_name: str = "variance_epsilon",
     q_lora_rank: int | None = None,
@@ -58,21 +60,25 @@ def latent_layer(
     quant_method: Any = None,
     weight_scale: float = 1.0,
 ) -> Any:
-    """One layer: `self_attn` with everything that the latent stack reads, and nothing else; joined where it has a q_lora_rank."""
+    """One layer: `self_attn` with everything that the latent stack reads, and nothing else; joined where it has a q_lora_rank.
+
+    With `is_row` under DeepSeek-V4's names. `norm` is `latent`, `whole`, `none`, or `other` for a width that no norm has.
+    """
     joined = q_lora_rank is not None
     first = (q_rows if q_rows is not None else q_lora_rank) if joined else 0
     rows = first + rank + rope_dim + extra_rows
     weight = torch.randn(rows, hidden_size, generator=generator) * weight_scale / hidden_size**0.5
-    width = {"latent": rank, "whole": rank + rope_dim, "none": 0}[norm]
+    width = {"latent": rank, "whole": rank + rope_dim, "other": rank + rope_dim + 1, "none": 0}[norm]
     norm_weight = torch.rand(width, generator=generator) + (0.5 if norm_kind == "rms" else -0.5)
     bias_rows = torch.randn(rows, generator=generator).to(dtype) if bias else None
     projection = SimpleNamespace(weight=weight.to(dtype), bias=bias_rows, quant_method=quant_method)
+    widths = {"head_dim": rank + rope_dim} if is_row else {"kv_lora_rank": rank}
+    row_norm = SimpleNamespace(weight=norm_weight.to(dtype), norm_kind=norm_kind, **{eps_name: eps})
     attn = SimpleNamespace(
-        kv_lora_rank=rank,
+        **widths,
+        **{"kv_norm" if is_row else "kv_a_layernorm": None if norm == "none" else row_norm},
+        compressor=compressor,
         qk_rope_head_dim=rope_dim,
-        kv_a_layernorm=None
-        if norm == "none"
-        else SimpleNamespace(weight=norm_weight.to(dtype), norm_kind=norm_kind, **{eps_name: eps}),
         rotary_emb=rotary_emb
         or FakeRope(
             rope_dim if rotary_dim is None else rotary_dim,
@@ -85,7 +91,6 @@ def latent_layer(
     )
     if joined:
         attn.q_lora_rank = q_lora_rank
-        attn.fused_qkv_a_proj_with_mqa = projection
-    else:
-        attn.kv_a_proj_with_mqa = projection
+    names = ("wkv", "fused_wqa_wkv") if is_row else ("kv_a_proj_with_mqa", "fused_qkv_a_proj_with_mqa")
+    setattr(attn, names[joined], projection)
     return SimpleNamespace(self_attn=attn)

@@ -28,7 +28,7 @@ SLIPS = {
         "mask = row_mask[:, None] & (lane < RANK)",
         "mask = row_mask[:, None] & (lane < RANK + 2 * HALF)",
     ),
-    "mean over the whole row": ("axis=1) / RANK", "axis=1) / (RANK + 2 * HALF)"),
+    "mean over the whole row": ("squares / RANK +", "squares / (RANK + 2 * HALF) +"),
     "neox instead of interleaved": ("IS_NEOX=is_neox_style", "IS_NEOX=not is_neox_style"),
     "loaded interleaved, stored in halves": (
         "tl.store(out + (target + first_lane)",
@@ -40,7 +40,7 @@ SLIPS = {
     "position off by one": ("mask=row_mask, other=0).to(tl.int64)", "mask=row_mask, other=0).to(tl.int64) - 1"),
     "table indexed by token": ("(position * table_stride)", "(token * table_stride)"),
     "epsilon of layer 0": ("tl.load(eps + layer,", "tl.load(eps + layer * 0,"),
-    "epsilon left out": (" / RANK + layer_eps", " / RANK"),
+    "epsilon left out": ("squares / RANK + layer_eps", "squares / RANK"),
     "norm weight of layer 0": ("(layer * norm_stride)", "(layer * 0)"),
     "norm weight left out": ("latent * inverse * weight", "latent * inverse"),
     "rows of another layer": ("+ layer * kv_layer_stride", "+ (1 - layer) * kv_layer_stride"),
@@ -51,6 +51,22 @@ SLIPS = {
     ),
     "one per cent too long": ("inverse = tl.rsqrt(", "inverse = 1.01 * tl.rsqrt("),
     "k_pe taken from the latent": ("first_lane = RANK + (", "first_lane = RANK - 2 * HALF + ("),
+    # Of a norm over the whole row.
+    "whole row normed over the latent alone": ("if WHOLE:", "if False:"),
+    "k_pe left out of the sum": ("squares += ", "squares += 0 * "),
+    "half of k_pe left out of the sum": ("(first * first + second * second, axis=1)", "(first * first, axis=1)"),
+    "mean over the latent": ("squares / (RANK + 2 * HALF) +", "squares / RANK +"),
+    "epsilon left out of the whole row's": ("(RANK + 2 * HALF) + layer_eps", "(RANK + 2 * HALF)"),
+    "k_pe not normed": ("first = first * inverse * first_weight", "first = first * first_weight"),
+    "k_pe not weighted": ("second = second * inverse * second_weight", "second = second * inverse"),
+    "weights of the latent for k_pe": ("norm_row + first_lane", "norm_row + pair"),
+    "weights of k_pe in the other style": ("norm_row + second_lane", "norm_row + (RANK + HALF + pair)"),
+    "k_pe's weights of layer 0": ("norm_row + second_lane", "second_lane"),
+    "weighted after the turn": (
+        "(first * cos - second * sin)",
+        "(first_weight * (first / first_weight * cos - second / second_weight * sin) if WHOLE else first * cos - second * sin)",
+    ),
+    "the first lanes turned": ("first_lane = RANK + (pair if IS_NEOX else 2 * pair)", "first_lane = 2 * pair"),
     "last row left out": ("row_mask = row < num_rows", "row_mask = row < num_rows - 1"),
     "rows past the last": ("row_mask = row < num_rows", "row_mask = row < num_rows + 1"),
     "lanes past the latent": ("mask = row_mask[:, None] & (lane < RANK)", "mask = row_mask[:, None]"),
@@ -72,6 +88,15 @@ def test_a_slip_in_the_kernel_is_caught(slip, dtype, tmp_path):
 CASES = [
     lambda dtype: draw(rank=40, rope_dim=12, dtype=dtype, positions=torch.tensor([3, 60, 17])),
     lambda dtype: draw(rank=40, rope_dim=12, dtype=dtype, scale=1e-3, eps=torch.tensor([1e-6, 1e-5])),
+    lambda dtype: draw(
+        rank=40,
+        rope_dim=12,
+        dtype=dtype,
+        positions=torch.tensor([3, 60, 17]),
+        scale=1e-2,
+        latent_norm="whole",
+        eps=torch.tensor([1e-4, 1e-6]),
+    ),
 ]
 
 

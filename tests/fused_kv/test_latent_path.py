@@ -1,9 +1,10 @@
 """`FusedLatentKV` from layers to the callback, and the reference it is held against.
 
-Failure modes this file exists to catch: rows of a joined projection sliced where Q still is; one layer's weights, norm or epsilon used for
-another; a bias dropped or added after the norm; positions negative, past the table, miscounted, floating, or read with the wrong stride; a
-rope table grown with the wrong rows; a stacked copy that goes stale; tensors handed out that the next call overwrites; a path that
-silently is not the kernel; a reference that shares the path's mistakes; a draft that has the stack and does not get it.
+Failure modes this file exists to catch: a row that is to be normed whole normed in part, and the reverse; rows of a joined projection
+sliced where Q still is; one layer's weights, norm or epsilon used for another; a bias dropped or added after the norm; positions negative,
+past the table, miscounted, floating, or read with the wrong stride; a rope table grown with the wrong rows; a stacked copy that goes
+stale; tensors handed out that the next call overwrites; a path that silently is not the kernel; a reference that shares the path's
+mistakes; a draft that has the stack and does not get it.
 """
 
 from __future__ import annotations
@@ -16,21 +17,28 @@ from fakes import FakeRope, ForgetfulRope, GrowingRope
 from latent_fakes import latent_layers
 from latent_harness import AXES
 
-from pytest_specdecode import open_draft
-from pytest_specdecode.errors import InputError, StackMismatchError, StackRangeError, StackUnsupportedError
-from pytest_specdecode.fused_kv import FusedLatentKV, eager_latent, fused_latent_reference
-from pytest_specdecode.layers import MLAAttention
+from pytest_specdecode import check_draft, open_draft
+from pytest_specdecode.errors import (
+    FusedKVError,
+    InputError,
+    StackMismatchError,
+    StackRangeError,
+    StackUnsupportedError,
+)
+from pytest_specdecode.fused_kv import FusedLatentKV, eager_latent, fused_latent_reference, stack
+from pytest_specdecode.fused_kv.latent_stack import down_projection_of, latent_widths_of, row_norm_of
+from pytest_specdecode.layers import LatentCache, MLAAttention
 from pytest_specdecode.memory import guarded
 from pytest_specdecode.numerics import assert_close, assert_exact
 from pytest_specdecode.spec import MLASpec, RopeSpec
-from pytest_specdecode.testing import write_tiny
+from pytest_specdecode.testing import random_tensors, stored_names, tiny_config, write_checkpoint, write_tiny
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def stacked(layers, **options):
     attn = layers[0].self_attn
-    return FusedLatentKV(layers, attn.rotary_emb, attn.kv_lora_rank, attn.qk_rope_head_dim, "cpu", **options)
+    return FusedLatentKV(layers, attn.rotary_emb, *latent_widths_of(attn), "cpu", **options)
 
 
 def context(tokens=5, hidden_size=20, dtype=torch.float32, seed=1):
@@ -49,7 +57,7 @@ def check_against_reference(layers, ctx, positions, **options):
     with guarded(filled=("out",)):
         rows = collect(path, ctx, positions)
     due, baseline = fused_latent_reference(layers, ctx, positions), eager_latent(layers, ctx, positions)
-    sums = (path.hidden_size, path.kv_lora_rank)
+    sums = (path.hidden_size, path.kv_lora_rank + path.qk_rope_head_dim)
     for what, lanes in (("latent", slice(0, path.kv_lora_rank)), ("k_pe", slice(path.kv_lora_rank, None))):
         assert_close(
             rows[..., lanes], due[..., lanes], baseline[..., lanes], what=what, axes=AXES, reduction_sizes=sums
@@ -66,6 +74,11 @@ SHAPES = [
     {"is_neox_style": True},
     {"rank": 100, "rope_dim": 10},
     {"eps_name": "eps", "eps": 1e-5},
+    {"norm": "whole"},
+    {"norm": "whole", "q_lora_rank": 6, "bias": True, "norm_kind": "gemma", "is_neox_style": True},
+    {"norm": "whole", "is_row": True},
+    {"norm": "whole", "is_row": True, "q_lora_rank": 6, "rank": 100, "rope_dim": 10},
+    {"is_row": True},
 ]
 
 
@@ -77,10 +90,11 @@ def test_matches_the_reference(shape, dtype, backend):
     check_against_reference(layers, context(dtype=dtype), torch.tensor([0, 63, 5, 5, 17]), backend=backend)
 
 
+@pytest.mark.parametrize("shape", [{}, {"norm": "whole", "is_row": True}], ids=["latent", "whole"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_epsilons_may_differ_and_each_layer_uses_its_own(dtype):
-    # Latents of this size are far below the epsilons, so a layer with the wrong one is wrong by a factor.
-    layers = latent_layers(3, dtype=dtype, weight_scale=1e-3, overrides={1: {"eps": 1e-5}, 2: {"eps": 1e-4}})
+def test_epsilons_may_differ_and_each_layer_uses_its_own(dtype, shape):
+    # Rows of this size are far below the epsilons, so a layer with the wrong one is wrong by a factor.
+    layers = latent_layers(3, dtype=dtype, weight_scale=1e-3, overrides={1: {"eps": 1e-5}, 2: {"eps": 1e-4}}, **shape)
     check_against_reference(layers, context(dtype=dtype), torch.arange(5))
 
 
@@ -156,8 +170,30 @@ def test_layers_without_what_the_path_reads_are_named(name):
         good.refresh_weights(layers)
 
 
-def test_a_joined_layer_without_q_lora_rank_is_named():
-    layers = latent_layers(2, q_lora_rank=6)
+@pytest.mark.parametrize(
+    ("gone", "named"), [("wkv", "kv_a_proj_with_mqa"), ("head_dim", "head_dim"), ("qk_rope_head_dim",) * 2]
+)
+def test_what_the_path_reads_of_a_row_is_named_as_deepseek_v4_names_it(gone, named):
+    layers = latent_layers(2, norm="whole", is_row=True)
+    good = stacked(layers)
+    assert good.latent_norm == "whole"
+    delattr(layers[1].self_attn, gone)
+    with pytest.raises(StackUnsupportedError, match=rf"without self_attn\.{named} .* fused latent path: layer 1"):
+        good.refresh_weights(layers)
+
+
+def test_the_other_name_of_a_rows_rotated_lanes():
+    layers = latent_layers(2, norm="whole", is_row=True)
+    due = collect(stacked(layers), context(), torch.arange(5))
+    for layer in layers:
+        layer.self_attn.rope_head_dim = layer.self_attn.qk_rope_head_dim
+        del layer.self_attn.qk_rope_head_dim
+    assert torch.equal(collect(stacked(layers), context(), torch.arange(5)), due)
+
+
+@pytest.mark.parametrize("shape", [{}, {"is_row": True}], ids=["latent", "row"])
+def test_a_joined_layer_without_q_lora_rank_is_named(shape):
+    layers = latent_layers(2, q_lora_rank=6, **shape)
     del layers[1].self_attn.q_lora_rank
     with pytest.raises(StackUnsupportedError, match=r"without self_attn\.q_lora_rank"):
         stacked(layers)
@@ -197,15 +233,19 @@ def test_every_call_hands_out_fresh_tensors():
     assert torch.equal(torch.stack(handed), before)
 
 
-@pytest.mark.parametrize("shape", [{}, {"q_lora_rank": 6}], ids=["separate", "joined"])
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"q_lora_rank": 6}, {"is_row": True, "norm": "whole"}],
+    ids=["separate", "joined", "row"],
+)
 @pytest.mark.parametrize("what", ["weight", "norm", "bias"])
 def test_weights_changed_in_place_are_noticed(what, shape):
     layers = latent_layers(2, bias=True, **shape)
     path = stacked(layers)
     stale = collect(path, context(), torch.arange(5))
     attn = layers[1].self_attn
-    projection = attn.fused_qkv_a_proj_with_mqa if shape else attn.kv_a_proj_with_mqa
-    {"weight": projection.weight, "norm": attn.kv_a_layernorm.weight, "bias": projection.bias}[what].mul_(2)
+    projection, _ = down_projection_of(attn)
+    {"weight": projection.weight, "norm": row_norm_of(attn).weight, "bias": projection.bias}[what].mul_(2)
     rows = collect(path, context(), torch.arange(5))
     assert torch.equal(rows, collect(stacked(layers), context(), torch.arange(5)))
     assert torch.equal(rows[0], stale[0])
@@ -250,6 +290,25 @@ def test_the_reference_by_hand():
     # The latent is (5, -5), its root mean square 5. k_pe is (5, 10, 15, 20): the pair (5, 10) turned by (0.6, 0.8), (15, 20) by a quarter.
     due = torch.tensor([3.0, -5.0, 5 * 0.6 - 10 * 0.8, 10 * 0.6 + 5 * 0.8, -20.0, 15.0], dtype=torch.float64)
     torch.testing.assert_close(rows[0, 0], due, atol=1e-6, rtol=0)
+
+
+def test_the_reference_of_a_row_normed_whole_by_hand():
+    # A row of 4 whose last 2 lanes rotate: (3, -3, 3, 3) has the root mean square 3, so the norm leaves (1, -1, 1, 1) times its weights.
+    layers = latent_layers(1, rank=2, rope_dim=2, hidden_size=1, eps=0.0, norm="whole", is_row=True)
+    attn = layers[0].self_attn
+    attn.wkv.weight = torch.tensor([[1.0], [-1.0], [1.0], [1.0]])
+    attn.kv_norm.weight = torch.tensor([3.0, 5.0, 10.0, 20.0])
+    attn.rotary_emb.cos_sin_cache = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
+    rows = fused_latent_reference(layers, torch.tensor([[3.0]]), torch.tensor([1]))
+    due = torch.tensor([3.0, -5.0, 10 * 0.6 - 20 * 0.8, 20 * 0.6 + 10 * 0.8], dtype=torch.float64)
+    torch.testing.assert_close(rows[0, 0], due, atol=1e-6, rtol=0)
+
+
+def test_the_reference_needs_the_widths():
+    layers = latent_layers(1)
+    del layers[0].self_attn.kv_lora_rank
+    with pytest.raises(FusedKVError, match="layer 0 does not say how wide"):
+        fused_latent_reference(layers, context(1), torch.arange(1))
 
 
 def mla(seed, *, dtype, rope, rank=24, norm_kind="rms", norm_eps=1e-6, joined=False):
@@ -381,9 +440,113 @@ def test_a_latent_draft_has_the_stack(tmp_path):
         draft.fused_kv()
 
 
+# DeepSeek-V4 with DSpark inside, of which only the three stages are written.
+V4 = {
+    **dict.fromkeys(("target_layer_ids", "mask_token_id", "sample_from_anchor", "block_size", "markov_rank"), ...),
+    **dict.fromkeys(("markov_head_type", "enable_confidence_head", "confidence_head_with_markov"), ...),
+    **dict.fromkeys(("rope_parameters", "layer_types", "num_target_layers"), ...),
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 20,
+    "q_lora_rank": 32,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "hc_mult": 2,
+    "num_key_value_heads": 1,
+    "qk_rope_head_dim": 8,
+    "sliding_window": 16,
+    "rope_theta": 10000,
+    # Of the layers that compress; a stage of the draft does not.
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "compress_rope_theta": 160000,
+    "compress_ratios": [0, 0, *[4, 128] * 9, 0, 0, 0],
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 500,
+    "dspark_target_layer_ids": [17, 18, 19],
+    "dspark_markov_rank": 16,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_draft_inside_deepseek_v4_has_the_stack(tmp_path, dtype):
+    draft = open_draft(write_tiny(tmp_path, "dspark", dtype=dtype, **V4))
+    assert draft.fused_latent_reason is None
+    layers, exact = draft.layers(), draft.layers(dtype=torch.float64)
+    path = draft.fused_latent_kv(layers=layers, max_position_hint=3000)
+    assert (path.num_layers, path.kv_lora_rank, path.qk_rope_head_dim, path.is_neox_style) == (3, 24, 8, False)
+    assert path.latent_norm == "whole"
+    ctx, positions = context(5, 64, dtype=path.dtype), torch.tensor([0, 299, 7, 7, 63])
+    # The layers' own rows, which no window or sink is in; the angles of a float32 table are those of float64 that far out.
+    due = torch.stack([layer.self_attn.row(ctx.double(), positions) for layer in exact])
+    own = torch.stack([layer.self_attn.row(ctx, positions) for layer in layers])
+    rows = path.compute(ctx, positions)
+    assert_close(rows, due, own, axes=AXES, reduction_sizes=(64, 32))
+    truth, eager = fused_latent_reference(layers, ctx, positions), eager_latent(layers, ctx, positions)
+    assert_close(rows, truth, eager, axes=AXES, reduction_sizes=(64, 32))
+    with pytest.raises(StackUnsupportedError, match="one latent row per token"):
+        draft.fused_kv()
+
+
+def test_the_checks_of_the_other_stack_say_why_they_do_not_apply(tmp_path):
+    report = check_draft(write_tiny(tmp_path, "dspark", **V4), checks="fused-kv")
+    assert {result.status for result in report} == {"skipped"}
+    assert all("one latent row per token" in result.message for result in report)
+    assert {f"fused-kv.{axis}" for axis in stack.AXES} < {result.id for result in report}
+
+
+def test_a_context_in_the_cache_may_be_the_stacks(tmp_path):
+    """A block over rows that the stack made sees what a block over its context sees."""
+    draft = open_draft(write_tiny(tmp_path, "dspark", dtype="float32", **V4))
+    layers = draft.layers()
+    ctx, positions = context(9, 64), torch.arange(9)
+    rows = draft.fused_latent_kv(layers=layers).compute(ctx, positions)
+    for index, layer in enumerate(layers):
+        cache = LatentCache()
+        cache.append(rows[index], positions)
+        block = layer.probe(9, seed=3)
+        due = layer.forward(block["block"], block["positions"], ctx, positions)
+        got = layer.forward(block["block"], block["positions"], cache=cache)
+        torch.testing.assert_close(got, due, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "stage"),
+    [
+        ({"compress_ratios": [0] * 20 + [0, 128, 0]}, (), "stage 1 "),
+        ({"compress_ratios": [4] * 20 + [128, 1, 4]}, (), "stage 0, 2 "),
+        ({}, ("mtp.2.attn.compressor.wkv.weight",), "stage 2 "),
+        ({"compress_ratios": ...}, ("layers.1.attn.compressor.wkv.weight",), None),
+        ({"compress_ratios": [4] * 20 + [1, 0]}, (), None),
+        ({"compress_ratios": [4] * 20 + [1.5, "4", None]}, (), None),
+    ],
+    ids=["stated", "two stated", "held", "held by the target", "too few stated", "no numbers"],
+)
+def test_a_stage_that_compresses_is_not_served(tmp_path, changes, names, stage):
+    whole = tiny_config("dspark", **{**V4, **changes})
+    tensors = {stored_names(whole, "dspark")(name): each for name, each in random_tensors(whole, "dspark").items()}
+    tensors |= {name: torch.zeros(4, 64) for name in names}
+    reason = open_draft(write_checkpoint(tmp_path, whole, tensors)).fused_latent_reason
+    if stage is None:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert reason.startswith(stage)
+        assert "a compressor makes of several tokens" in reason
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "text"),
     [
+        ("dspark", {**V4, "dspark_target_layer_ids": [19], "compress_ratios": ...}, "has one layer"),
         ("dspark", {}, "keeps K/V heads"),
         ("dspark", {**K3, "num_hidden_layers": 1, "layer_types": ["full_attention"]}, "has one layer"),
         ("eagle3-mla", {}, "one shared context"),

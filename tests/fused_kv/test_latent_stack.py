@@ -1,8 +1,9 @@
 """The validators of the latent stack.
 
-Failure modes this file exists to catch: a layer that differs from the others in one thing and is stacked all the same (wrong cache rows
-in silence); the wrong layer or axis blamed; a joined down projection sliced at the wrong row; a norm over the whole row taken for one of
-the latent; an unknown value taken for a difference; validators that pull in torch, so that headers alone cannot be judged.
+Failure modes this file exists to catch: a layer that differs from the others in one thing and is stacked all the same (wrong cache rows in
+silence); the wrong layer or axis blamed; a joined down projection sliced at the wrong row; a norm over the whole row taken for one of the
+latent; a layer whose cache holds more than a row per token taken for one that holds no more; an unknown value taken for a difference;
+validators that pull in torch, so that headers alone cannot be judged.
 """
 
 from __future__ import annotations
@@ -113,6 +114,9 @@ def test_the_page_says_of_each_axis_what_is_raised():
         {"theta": 5e5},
         {"eps_name": "eps"},
         {"is_neox_style": True},
+        {"norm": "whole"},
+        {"norm": "whole", "is_row": True},
+        {"norm": "whole", "is_row": True, "q_lora_rank": 6, "norm_kind": "gemma", "bias": True},
     ],
     ids=repr,
 )
@@ -125,6 +129,30 @@ def test_layers_that_agree_are_accepted(shape):
     }
     shared = rope_facts(layers[0].self_attn.rotary_emb, built_with["qk_rope_head_dim"])
     assert list(latent_mismatches(facts(layers), **built_with, shared_rope=shared)) == []
+
+
+@pytest.mark.parametrize(("norm", "other"), [("whole", "latent"), ("whole", "none"), ("latent", "other")])
+def test_norms_over_other_lanes_do_not_mix(norm, other):
+    fault = first_fault(latent_layers(2, norm=norm, overrides={1: {"norm": other}}))
+    assert (fault.axis, fault.expected, fault.got, fault.layer) == ("latent-norm", norm, other, 1)
+    assert isinstance(fault, StackMismatchError)
+
+
+@pytest.mark.parametrize("norm", ["latent", "whole"])
+def test_the_names_of_deepseek_v4_say_nothing_of_the_norm(norm):
+    """What a norm goes over is its weight's width, whatever the projection is called."""
+    for is_row in (False, True):
+        (said,) = facts(latent_layers(1, norm=norm, is_row=is_row))
+        assert (said.latent_norm, said.kv_lora_rank, said.qk_rope_head_dim, said.rows) == (norm, 24, 8, 32)
+    assert list(latent_mismatches(facts(latent_layers(2, norm=norm, overrides={1: {"is_row": True}})), **SHARED)) == []
+
+
+def test_rows_of_deepseek_v4_that_do_not_add_up():
+    fault = first_fault(latent_layers(2, norm="whole", is_row=True, overrides={1: {"extra_rows": 3}}))
+    assert str(fault) == (
+        "kv_lora_rank mismatch for fused latent path: expected 27 (wkv.weight has 35 rows, of which latent and k_pe take 24 + 8), "
+        "got 24 at layer 1."
+    )
 
 
 def test_epsilons_may_differ():
@@ -229,10 +257,22 @@ def context_norm(layer):
         ),
         ({"norm": "none"}, None, "latent-norm", "attention without a norm of the latent is not supported"),
         (
-            {"norm": "whole"},
+            {"norm": "none", "is_row": True},
             None,
             "latent-norm",
-            "a norm over anything but the latent .* kv_a_layernorm over 32 features at layer 0",
+            "attention without a norm .* kv_norm=none at layer 0",
+        ),
+        (
+            {"norm": "other"},
+            None,
+            "latent-norm",
+            "a norm over anything but the latent or the whole row .* kv_a_layernorm over 33 features at layer 0",
+        ),
+        (
+            {"norm": "whole", "is_row": True, "compressor": object()},
+            None,
+            "compressor",
+            "a cache with further rows that are made of several tokens each is not supported for fused latent path: a compressor at",
         ),
         (
             {},

@@ -55,6 +55,8 @@ def gqa_tensors(draw: Draw) -> Callable[[GQASpec], dict[str, Tensor]]:
         made["o_proj.weight"] = draw(spec.out_features, rows["q"])
         if spec.qk_norm:
             made |= {f"{name}_norm.weight": 1.0 + draw(spec.head_dim) for name in ("q", "k")}
+        if spec.sink:
+            made["attention_sink_bias"] = draw(spec.num_heads, scale=1.0)
         if spec.qkv_bias:
             made |= {f"{name}_proj.bias": draw(size) for name, size in rows.items()}
         if spec.o_bias:
@@ -101,10 +103,18 @@ def mla_tensors(draw: Draw) -> Callable[[MLASpec], dict[str, Tensor]]:
     """The tensors that an `MLASpec` asks for, by local name."""
 
     def tensors(spec: MLASpec) -> dict[str, Tensor]:
+        queries = spec.num_heads * spec.qk_head_dim
+        query = (
+            {"q_proj.weight": draw(queries, spec.in_features)}
+            if spec.whole_query
+            else {
+                "q_a_proj.weight": draw(spec.q_lora_rank, spec.in_features),
+                "q_a_layernorm.weight": 1.0 + draw(spec.q_lora_rank),
+                "q_b_proj.weight": draw(queries, spec.q_lora_rank),
+            }
+        )
         return {
-            "q_a_proj.weight": draw(spec.q_lora_rank, spec.in_features),
-            "q_a_layernorm.weight": 1.0 + draw(spec.q_lora_rank),
-            "q_b_proj.weight": draw(spec.num_heads * spec.qk_head_dim, spec.q_lora_rank),
+            **query,
             "kv_a_proj_with_mqa.weight": draw(spec.kv_lora_rank + spec.qk_rope_head_dim, spec.in_features),
             "kv_a_layernorm.weight": 1.0 + draw(spec.kv_lora_rank),
             "kv_b_proj.weight": draw(spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), spec.kv_lora_rank),

@@ -2,10 +2,10 @@
 
 What these catch: query heads read by the wrong KV head; q, k and v rows swapped or mis-sliced; a norm over all heads
 instead of one; the norm after the rotation; a norm or a bias that is dropped; rotation by row number instead of
-position; causality that lets a row look ahead, or goes by position where rows share one; a window off by one or cut on
-one side only; a context that is given queries, or whose keys are not normed; decoding step by step that differs from
-one prefill; batches that leak. The right values come from a loop over heads and rows in plain Python, and from cases
-small enough for a pencil.
+position; a sink that is scaled, masked, read by another head or counted as a value; causality that lets a row look
+ahead, or goes by position where rows share one; a window off by one or cut on one side only; a context that
+is given queries, or whose keys are not normed; decoding step by step that differs from one prefill; batches that leak.
+The right values come from a loop over heads and rows in plain Python, and from cases small enough for a pencil.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pytest_specdecode.errors import DraftError, LayerBuildError
 from pytest_specdecode.layers import GQAAttention, KVCache
-from pytest_specdecode.spec import GQASpec, RopeSpec
+from pytest_specdecode.spec import GQASpec, RopeSpec, TemperatureSpec
 
 Specs = Callable[..., GQASpec]
 Tensors = Callable[[GQASpec], dict[str, Tensor]]
@@ -77,9 +77,10 @@ def by_loops(
             dots = [dot(q, head("k", hidden[j], places[j], h // group)) / math.sqrt(d) for j in keys]
             weights = [math.exp(each) for each in dots]
             values = [head("v", hidden[j], 0, h // group) for j in keys]
-            heads += [
-                sum(w * v[lane] for w, v in zip(weights, values, strict=True)) / sum(weights) for lane in range(d)
-            ]
+            total = sum(weights)
+            if "attention_sink_bias" in tensors:
+                total += math.exp(float(tensors["attention_sink_bias"][h]))
+            heads += [sum(w * v[lane] for w, v in zip(weights, values, strict=True)) / total for lane in range(d)]
         row_out = tensors["o_proj.weight"] @ torch.tensor(heads, dtype=torch.float64)
         out.append(row_out + tensors["o_proj.bias"] if "o_proj.bias" in tensors else row_out)
     return torch.stack(out)
@@ -110,8 +111,9 @@ def test_two_rows_by_hand() -> None:
         {"value_scale": 0.612},
         {"num_kv_heads": 1},
         {"num_kv_heads": 4},
+        {"sink": True},
     ],
-    ids=["plain", "no-norm", "bias", "value-scale", "mqa", "mha"],
+    ids=["plain", "no-norm", "bias", "value-scale", "mqa", "mha", "sink"],
 )
 def test_equals_a_loop_over_heads_and_rows(
     options: dict[str, object], neox: bool, causal: bool, gqa_spec: Specs, gqa_tensors: Tensors, draw: Draw
@@ -193,6 +195,40 @@ def test_a_context_goes_into_the_cache_before_its_block(gqa_spec: Specs, gqa_ten
     k, v = layer.kv(x, torch.arange(5))
     assert torch.equal(cache.positions, torch.arange(5))
     torch.testing.assert_close((cache.k, cache.v), (k, v), **EXACT)
+
+
+def test_a_chunk_is_counted_from_position_0(gqa_spec: Specs, gqa_tensors: Tensors, draw: Draw) -> None:
+    spec = gqa_spec()
+    tensors = gqa_tensors(spec)
+    x, positions = draw(5, 10), torch.tensor([2, 3, 4, 8, 9])
+    chunks = torch.tensor([0, 0, 1, 2, 2])
+    mask = chunks[:, None] == chunks[None]
+    due = GQAAttention(spec, tensors)(x, positions, mask=mask)
+    chunked = GQAAttention(replace(spec, chunk_size=4), tensors)
+    torch.testing.assert_close(chunked(x, positions), due, **EXACT)
+    cache = KVCache()
+    steps = [chunked(x[i : i + 1], positions[i : i + 1], cache=cache) for i in range(5)]
+    torch.testing.assert_close(torch.cat(steps), due, **EXACT)
+
+
+def test_without_rotation_a_position_is_only_an_order(gqa_spec: Specs, gqa_tensors: Tensors, draw: Draw) -> None:
+    spec = gqa_spec(rotates=False)
+    layer = GQAAttention(spec, gqa_tensors(spec))
+    x = draw(4, 10)
+    assert layer.rotary_emb is None
+    assert torch.equal(layer(x, torch.arange(4)), layer(x, torch.arange(4) + 300))
+
+
+def test_a_temperature_steps_at_every_floor(gqa_spec: Specs, gqa_tensors: Tensors, draw: Draw) -> None:
+    spec = gqa_spec(rotates=False)
+    tensors, x = gqa_tensors(spec), draw(2, 4, 10)
+    tuned = GQAAttention(replace(spec, temperature=TemperatureSpec(attn_scale=2.0, floor_scale=4.0)), tensors)
+    plain = GQAAttention(spec, tensors)
+    # Rows 0, 2, 3 and 11 are the 1st, 3rd, 4th and 12th: no whole step, none, one, three.
+    positions = torch.tensor([0, 2, 3, 11])
+    factors = torch.tensor([1.0, 1.0, 1.0 + 2.0 * math.log(2.0), 1.0 + 2.0 * math.log(4.0)], dtype=torch.float64)
+    torch.testing.assert_close(tuned.q(x, positions), plain.q(x, positions) * factors[:, None, None], **EXACT)
+    assert torch.equal(tuned.kv(x, positions)[0], plain.kv(x, positions)[0])
 
 
 def test_rows_of_a_batch_do_not_meet(gqa_spec: Specs, gqa_tensors: Tensors, draw: Draw) -> None:
@@ -292,6 +328,43 @@ def test_a_tensor_of_another_shape_is_named(
     assert caught.value.key == name
     assert caught.value.got == shape
     assert str(caught.value) == f"{name}: has shape {list(shape)}; {due}"
+
+
+def test_a_sink_takes_its_share_and_no_more(gqa_spec: Specs, gqa_tensors: Tensors, draw: Draw) -> None:
+    """A logit of log 3 against one key that scores 0 leaves a quarter; keys and values, cached or not, know nothing of it."""
+    eye = torch.eye(2, dtype=torch.float64)
+    rope = RopeSpec(theta=1e4, rotary_dim=2)
+    spec = GQASpec(num_heads=1, num_kv_heads=1, head_dim=2, in_features=2, out_features=2, rope=rope, sink=True)
+    tensors = {f"{name}_proj.weight": eye for name in "kvo"} | {"q_proj.weight": 0 * eye}
+    layer = GQAAttention(spec, {**tensors, "attention_sink_bias": torch.tensor([math.log(3.0)])})
+    torch.testing.assert_close(layer(eye[:1], torch.zeros(1, dtype=torch.int64)), 0.25 * eye[:1], rtol=1e-7, atol=0)
+
+    spec = gqa_spec(sliding_window=2)
+    tensors, x, positions = gqa_tensors(spec), draw(5, 10), torch.arange(5)
+    sunk = GQAAttention(spec, {**tensors, "attention_sink_bias": draw(4)})
+    plain = GQAAttention(spec, tensors)
+    for one, other in zip(sunk.kv(x, positions), plain.kv(x, positions), strict=True):
+        assert torch.equal(one, other)
+    # A row that sees itself alone gives less of the same value.
+    first, whole = sunk(x, positions), plain(x, positions)
+    assert not torch.allclose(first, whole)
+    cache = KVCache()
+    steps = [sunk(x[i : i + 1], positions[i : i + 1], cache=cache) for i in range(5)]
+    torch.testing.assert_close(torch.cat(steps), first, **EXACT)
+    lost = GQAAttention(spec, {**tensors, "attention_sink_bias": torch.full((4,), -torch.inf)})
+    torch.testing.assert_close(lost(x, positions), whole, **EXACT)
+
+
+def test_a_sink_is_there_as_the_spec_says(gqa_spec: Specs, gqa_tensors: Tensors) -> None:
+    tensors, sink = gqa_tensors(gqa_spec()), {"attention_sink_bias": torch.zeros(4)}
+    with pytest.raises(LayerBuildError, match=r"^attention_sink_bias: is missing; a tensor of shape \[4\] is due"):
+        GQAAttention(gqa_spec(sink=True), tensors)
+    with pytest.raises(LayerBuildError, match=r"^attention_sink_bias: is a sink where the spec says there is none"):
+        GQAAttention(gqa_spec(sink=False), {**tensors, **sink})
+    with pytest.raises(LayerBuildError, match=r"^attention_sink_bias: has shape \[2\]; due is \[4\]"):
+        GQAAttention(gqa_spec(), {**tensors, "attention_sink_bias": torch.zeros(2)})
+    assert GQAAttention(gqa_spec(), tensors).attention_sink_bias is None
+    assert GQAAttention(gqa_spec(), {**tensors, **sink}).attention_sink_bias is not None
 
 
 @pytest.mark.parametrize("name", ["q_proj.weight", "v_proj.bias", "o_proj.weight", "o_proj.bias", "k_norm.weight"])

@@ -3,7 +3,8 @@
 What these catch: `kv_b_proj` split keys-then-values over all heads instead of per head; nope and rope lanes swapped;
 `k_pe` normed with the latent, or not rotated; rotate-half where pairs are due; the score's scale without, or with a
 wrong, `mscale ** 2`; a cache that holds something else than latent and rotated `k_pe`; an absorbed form that is not the
-naive one. A loop over heads and rows in plain Python gives the right values; it shares no code with either form.
+naive one; a query without a latent that is normed, or takes a rank's tensors. A loop over heads and rows in plain
+Python gives the right values; it shares no code with either form.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ def by_loops(
 
     queries, latents, shared = [], [], []
     for row, place in zip(x, positions, strict=True):
-        q = tensors["q_b_proj.weight"] @ normed(tensors["q_a_proj.weight"] @ row, "q_a_layernorm")
+        q = (
+            tensors["q_proj.weight"] @ row
+            if spec.whole_query
+            else tensors["q_b_proj.weight"] @ normed(tensors["q_a_proj.weight"] @ row, "q_a_layernorm")
+        )
         heads = [q[h * (nope + rope) : (h + 1) * (nope + rope)].tolist() for h in range(spec.num_heads)]
         queries.append([head[:nope] + turned(head[nope:], place) for head in heads])
         down = tensors["kv_a_proj_with_mqa.weight"] @ row
@@ -75,8 +80,11 @@ def by_loops(
 
 
 @pytest.mark.parametrize("absorbed", [False, True], ids=["naive", "absorbed"])
-def test_equals_a_loop_over_heads_and_rows(absorbed: bool, mla_spec: Specs, mla_tensors: Tensors, draw: Draw) -> None:
-    spec = mla_spec()
+@pytest.mark.parametrize("query", [{}, {"q_lora_rank": None, "whole_query": True}], ids=["rank", "whole"])
+def test_equals_a_loop_over_heads_and_rows(
+    query: dict[str, Any], absorbed: bool, mla_spec: Specs, mla_tensors: Tensors, draw: Draw
+) -> None:
+    spec = mla_spec(**query)
     tensors, x, positions = mla_tensors(spec), draw(5, 12), [3, 4, 5, 90, 91]
     got = MLAAttention(spec, tensors)(x, torch.tensor(positions), absorbed=absorbed)
     torch.testing.assert_close(got, by_loops(spec, tensors, x, positions, 10**-0.5), **EXACT)
@@ -290,6 +298,18 @@ def test_a_tensor_of_another_shape_is_named(
     with pytest.raises(LayerBuildError) as caught:
         MLAAttention(mla_spec(), {**mla_tensors(mla_spec()), name: torch.zeros(shape)})
     assert str(caught.value) == f"{name}: has shape {list(shape)}; {due}"
+
+
+def test_a_whole_query_has_one_projection(mla_spec: Specs, mla_tensors: Tensors) -> None:
+    spec = mla_spec(q_lora_rank=None, whole_query=True)
+    tensors = mla_tensors(spec)
+    for shape in ((40, 9), (24, 12)):
+        with pytest.raises(LayerBuildError, match=r"^q_proj.weight: has shape .*; due is \[40, 12\]"):
+            MLAAttention(spec, {**tensors, "q_proj.weight": torch.zeros(shape)})
+    with pytest.raises(LayerBuildError, match=r"^q_proj.bias: is a bias where the spec says there is none"):
+        MLAAttention(spec, {**tensors, "q_proj.bias": torch.zeros(40)})
+    with pytest.raises(LayerBuildError, match=r"^q_proj.weight: is missing"):
+        MLAAttention(spec, mla_tensors(mla_spec()))
 
 
 def test_a_missing_tensor_and_a_bias_are_named(mla_spec: Specs, mla_tensors: Tensors) -> None:

@@ -1,4 +1,4 @@
-"""The gated MLP and the frozen linear map under every layer.
+"""The gated MLP, the plain one and the frozen linear map under every layer.
 
 What these catch: gate and up exchanged, in the product or in a joined tensor; another activation than the one named,
 the exact GELU for the tanh one in particular; a bias that is dropped or added where none is due; shapes that broadcast
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pytest_specdecode.errors import DraftError, LayerBuildError
-from pytest_specdecode.layers import GatedMLP, Linear
+from pytest_specdecode.layers import GatedMLP, Linear, PlainMLP
 
 ERF_HALF = 0.5 * (1 + math.erf(1 / math.sqrt(2)))
 TANH = 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * 1.044715))
@@ -53,6 +53,16 @@ def test_biases_by_hand() -> None:
 def draws() -> Callable[..., Tensor]:
     generator = torch.Generator().manual_seed(5)
     return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def test_a_limit_bounds_the_gate_from_above_and_up_from_both_sides() -> None:
+    gate, up, down = torch.tensor([[1.0], [1.0]]), torch.tensor([[1.0], [-1.0]]), torch.eye(2)
+    mlp = GatedMLP(gate, up, down, "relu", limit=2.0)
+    torch.testing.assert_close(mlp(torch.tensor([3.0])), torch.tensor([4.0, -4.0]))
+    torch.testing.assert_close(mlp(torch.tensor([1.0])), torch.tensor([1.0, -1.0]))
+    smooth = GatedMLP(gate, up, down, "silu", limit=2.0)
+    # The gate has no bound from below: silu(-3), times up at -2 and 2.
+    torch.testing.assert_close(smooth(torch.tensor([-3.0])), torch.tensor([0.2845552, -0.2845552]))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
@@ -114,6 +124,17 @@ def test_shapes_that_do_not_chain(up: Tensor, down: Tensor, biases: dict[str, Te
     with pytest.raises(LayerBuildError) as caught:
         GatedMLP(torch.zeros(7, 4), up, down, "silu", biases)
     assert text in str(caught.value)
+
+
+def test_the_plain_mlp_squares_what_is_above_0() -> None:
+    tensors = {"up_proj.weight": torch.tensor([[3.0], [-2.0]]), "down_proj.weight": torch.tensor([[10.0, 100.0]])}
+    layer = PlainMLP(tensors, in_features=1, intermediate_size=2)
+    # 3 squared ten times, and nothing of -2; for -1 it is 2 squared a hundred times.
+    assert layer(torch.tensor([[1.0], [-1.0]])).tolist() == [[90.0], [400.0]]
+    with pytest.raises(LayerBuildError, match="unknown activation 'relu3'"):
+        PlainMLP(tensors, in_features=1, intermediate_size=2, hidden_act="relu3")
+    with pytest.raises(LayerBuildError, match=r"down_proj\.weight: is missing"):
+        PlainMLP({"up_proj.weight": torch.ones(2, 1)}, in_features=1, intermediate_size=2)
 
 
 def test_linear_refuses_what_torch_would_explain_badly() -> None:

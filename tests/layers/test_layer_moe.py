@@ -1,8 +1,9 @@
 """The mixture of experts: routing worked out by hand, the rest against a sum written out.
 
 What these catch: a bias that weighs as well as chooses; groups ranked by their best expert where the best two count; weights divided after
-they are scaled, or not at all; an expert's output given to another row; joined experts split the wrong way round. The same against
-transformers' DeepSeek-V3 is in `tests/peers/test_peer_mtp.py`.
+they are scaled, or not at all; an expert's output given to another row; joined experts split the wrong way round; a weight on an expert's
+output where it is due on its input; a router, or a shared expert, that reads the latent. The same against transformers' DeepSeek-V3,
+Llama 4 and Nemotron-H is in `tests/peers/`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,16 @@ def test_weights_are_divided_by_their_sum_and_then_scaled() -> None:
     assert found == pytest.approx(due, rel=1e-12)
 
 
+def test_the_root_of_softplus_scores_each_expert_by_itself() -> None:
+    # sqrt(ln(1 + e^x)) at 2, 1 and -1.
+    second, first, last = 1.4583991261115636, 1.145976303209723, 0.5596978537731075
+    found = routed([0.0, 1.0, 2.0, -1.0], scoring="sqrtsoftplus")
+    assert found == pytest.approx({2: second, 1: first}, rel=1e-12)
+    # The bias chooses expert 3 in the place of expert 1.
+    found = routed([0.0, 1.0, 2.0, -1.0], scoring="sqrtsoftplus", bias=[0.0, 0.0, 0.0, 5.0], norm_topk_prob=True)
+    assert found == pytest.approx({2: second / (second + last), 3: last / (second + last)}, rel=1e-12)
+
+
 def test_the_bias_chooses_and_does_not_weigh() -> None:
     found = routed([0.0, 1.0, 2.0, -1.0], scoring="sigmoid", bias=[0.0, 0.0, 0.0, 9.0])
     assert found == pytest.approx({3: SIGMOID[-1.0], 2: SIGMOID[2.0]}, rel=1e-12)
@@ -114,9 +125,46 @@ def test_the_output_is_the_weighted_sum_of_the_experts(shared: str | None, fused
     torch.testing.assert_close(layer(x), due, rtol=1e-12, atol=1e-12)
 
 
+def test_weighing_the_input_is_another_function() -> None:
+    held = tensors()
+    spec = MoESpec(**{**SPEC, "top_k": 1}, scoring="sigmoid", weigh_inputs=True)
+    layer = MoE(spec, held, hidden_size=HIDDEN)
+    x = torch.tensor([[0.0, 1.0, 2.0, -1.0]], dtype=torch.float64)
+    # The gate is the identity, so expert 2 is chosen with the weight sigmoid(2).
+    torch.testing.assert_close(layer(x), expert(held, "experts.2", SIGMOID[2.0] * x), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(layer(x), SIGMOID[2.0] * expert(held, "experts.2", x), rtol=1e-3)
+
+
+def test_plain_experts_in_a_latent_space() -> None:
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    generator, latent = torch.Generator().manual_seed(7), 5
+    held = {"gate.weight": torch.eye(EXPERTS, dtype=torch.float64)}
+    held |= {"fc1_latent_proj.weight": drawn(latent, HIDDEN), "fc2_latent_proj.weight": drawn(HIDDEN, latent)}
+    for stem, width in (*((f"experts.{index}", latent) for index in range(EXPERTS)), ("shared_experts", HIDDEN)):
+        held |= {f"{stem}.up_proj.weight": drawn(INNER, width), f"{stem}.down_proj.weight": drawn(width, INNER)}
+    fields = {"latent": True, "latent_size": latent, "gated": False, "shared_intermediate_size": INNER}
+    spec = MoESpec(**{**SPEC, "top_k": 1}, scoring="sigmoid", **fields)
+    layer = MoE(spec, held, hidden_size=HIDDEN, hidden_act="relu2")
+    x = torch.tensor([0.0, 1.0, 2.0, -1.0], dtype=torch.float64)
+
+    def run(stem: str, x: Tensor) -> Tensor:
+        return held[f"{stem}.down_proj.weight"] @ (held[f"{stem}.up_proj.weight"] @ x).clamp(min=0) ** 2
+
+    routed = SIGMOID[2.0] * run("experts.2", held["fc1_latent_proj.weight"] @ x)
+    due = held["fc2_latent_proj.weight"] @ routed + run("shared_experts", x)
+    torch.testing.assert_close(layer(x[None])[0], due, rtol=1e-12, atol=1e-12)
+    for name, due_key in (("fc2_latent_proj.weight",) * 2, ("experts.3.up_proj.weight",) * 2):
+        with pytest.raises(LayerBuildError) as caught:
+            MoE(spec, {key: value for key, value in held.items() if key != name}, hidden_size=HIDDEN)
+        assert caught.value.key == due_key
+
+
 @pytest.mark.parametrize(
     ("fields", "key"),
     [
+        ({"latent": True}, "moe_latent_size"),
         ({"num_experts": None}, "num_experts"),
         ({"top_k": 0}, "num_experts_per_tok"),
         ({"top_k": 5}, "num_experts_per_tok"),

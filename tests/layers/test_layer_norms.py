@@ -1,4 +1,4 @@
-"""RMSNorm.
+"""RMSNorm, and LayerNorm without a bias.
 
 What these catch: a weight read as w where it means 1 + w or the other way; an epsilon outside the root, dropped or
 defaulted (seen only on tiny rows); a mean over the wrong dimension; arithmetic in half precision; a second rounding
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pytest_specdecode.errors import DraftError, LayerBuildError
-from pytest_specdecode.layers import RMSNorm
+from pytest_specdecode.layers import LayerNorm, RMSNorm
 
 
 def test_values_worked_out_by_hand() -> None:
@@ -85,3 +85,20 @@ def test_bad_arguments(weight: torch.Tensor, eps: float, kind: str, text: str) -
 def test_another_width_is_refused_even_where_it_would_broadcast() -> None:
     with pytest.raises(DraftError, match="over 1 features was given 4"):
         RMSNorm(torch.ones(1), 1e-6)(torch.ones(2, 4))
+
+
+def test_a_layer_norm_takes_the_mean_away_and_may_have_a_weight_per_head() -> None:
+    # (1, 3) has mean 2 and variance 1, (10, 30) mean 20 and variance 100.
+    x = torch.tensor([[[1.0, 3.0], [10.0, 30.0]]], dtype=torch.float64)
+    signs = torch.tensor([[[-1.0, 1.0], [-1.0, 1.0]]], dtype=torch.float64)
+    assert torch.equal(LayerNorm(torch.ones(2), 0.0)(x), signs)
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert torch.equal(LayerNorm(weight, 0.0)(x), signs * weight)
+    # The epsilon lies under the root: 1 + 3 is 4, whose root is 2.
+    assert torch.equal(LayerNorm(torch.ones(2), 3.0)(x)[0, 0], signs[0, 0] / 2)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 2, 2)])
+def test_a_layer_norm_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises((DraftError, LayerBuildError)):
+        LayerNorm(torch.ones(shape), 1e-5)(torch.ones(5, 2, 2))

@@ -12,6 +12,7 @@ digits. Both use torch's `scaled_dot_product_attention`, since the peer's eager 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -189,6 +190,111 @@ def test_gqa_is_qwen3s_with_a_norm_and_llamas_without(
     torch.testing.assert_close(ours(x, positions), due, **TOLERANCE[dtype])
     cache = KVCache()
     steps = [ours(x[i : i + 2], positions[i : i + 2], cache=cache) for i in range(0, 7, 2)]
+    torch.testing.assert_close(torch.cat(steps), due, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@DTYPES
+def test_a_learned_sink_is_gpt_oss(window: int | None, dtype: torch.dtype, transformers: ModuleType) -> None:
+    """A logit per head in the softmax's denominator, which no scaling and no mask touches."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
+
+    config = transformers.GptOssConfig(
+        hidden_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=10,
+        num_hidden_layers=1,
+        attention_bias=True,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+        layer_types=["full_attention"],
+        attn_implementation="eager",
+    )
+    # Sinks of the scores' own size: at zero each would be one more key, at -inf none.
+    peer = filled(GptOssAttention(config, 0), dtype)
+    peer.sinks.data = 2.0 * rows(dtype, 4)
+    stored = peer.state_dict()
+    stored["attention_sink_bias"] = stored.pop("sinks")
+    spec = GQASpec(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=10,
+        in_features=24,
+        out_features=24,
+        rope=rope_spec({"rope_theta": 150000.0}, 10),
+        qkv_bias=True,
+        o_bias=True,
+        sliding_window=window,
+        sink=True,
+    )
+    ours = GQAAttention(spec, stored)
+
+    x, positions = rows(dtype, 7, 24), torch.arange(50, 57)
+    visible = torch.ones(7, 7, dtype=torch.bool).tril()
+    if window:
+        visible = visible.triu(diagonal=1 - window)
+    if dtype == torch.float32:
+        pair = GptOssRotaryEmbedding(config)(x, positions[None])
+    else:
+        cos, sin = ours.rotary_emb.cos_sin(positions, dtype)
+        pair = (cos[None], sin[None])
+    due = peer(x[None], position_embeddings=pair, attention_mask=hidden(visible, dtype))[0][0]
+    assert due.abs().max() > 0.1
+    torch.testing.assert_close(ours(x, positions), due, **TOLERANCE[dtype])
+    cache = KVCache()
+    steps = [ours(x[i : i + 2], positions[i : i + 2], cache=cache) for i in range(0, 7, 2)]
+    torch.testing.assert_close(torch.cat(steps), due, **TOLERANCE[dtype])
+    without = GQAAttention(replace(spec, sink=None), {name: stored[name] for name in stored if "sink" not in name})
+    assert (without(x, positions) - due).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("rope", "interleave"),
+    [({"rope_type": "default"}, True), ({**YARN, "mscale": 0.707, "mscale_all_dim": 0.5}, False)],
+    ids=["default", "yarn"],
+)
+@DTYPES
+def test_mla_with_a_whole_query_is_deepseek_v3s(
+    rope: dict[str, Any], interleave: bool, dtype: torch.dtype, transformers: ModuleType
+) -> None:
+    """`q_lora_rank` null: one `q_proj`, no norm on its way."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+    rope = {"rope_theta": 10000.0, **rope}
+    sizes = {"kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6}
+    config = transformers.DeepseekV3Config(
+        hidden_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        **sizes,
+        max_position_embeddings=4096,
+        rope_interleave=interleave,
+        rope_parameters=dict(rope),
+        attn_implementation="sdpa",
+    )
+    peer = prepared(DeepseekV3Attention(config, 0), dtype, ["kv_a_layernorm"])
+    spec = MLASpec(
+        num_heads=4,
+        q_lora_rank=None,
+        **sizes,
+        in_features=24,
+        out_features=24,
+        rope=rope_spec(rope, 8, is_neox_style=not interleave),
+        whole_query=True,
+    )
+    ours = MLAAttention(spec, peer.state_dict(), norm_eps=1e-6)
+    assert ours.q_a_proj is None
+    x, positions = rows(dtype, 7, 24), torch.arange(50, 57)
+    causal = torch.ones(7, 7, dtype=torch.bool).tril()
+    pair = angles(DeepseekV3RotaryEmbedding(config), ours.rotary_emb, positions, dtype)
+    due = peer(x[None], position_embeddings=pair, attention_mask=hidden(causal, dtype))[0][0]
+    assert due.abs().max() > 0.1
+    torch.testing.assert_close(ours.forward_naive(x, positions), due, **TOLERANCE[dtype])
+    torch.testing.assert_close(ours.forward_absorbed(x, positions), due, **TOLERANCE[dtype])
+    cache = LatentCache()
+    steps = [ours(x[i : i + 1], positions[i : i + 1], absorbed=True, cache=cache) for i in range(7)]
     torch.testing.assert_close(torch.cat(steps), due, **TOLERANCE[dtype])
 
 

@@ -185,6 +185,12 @@ def deepseek(transformers: ModuleType) -> Any:
     return transformers.DeepseekV3Config(**sizes, **ROUTED)
 
 
+def deepseek_with_a_whole_query(transformers: ModuleType) -> Any:
+    config = deepseek(transformers)
+    config.q_lora_rank = None
+    return config
+
+
 def glm(transformers: ModuleType) -> Any:
     return transformers.Glm4MoeConfig(
         **SIZES, **ROUTED, attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5
@@ -210,7 +216,14 @@ def released(names: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("layer_config", "main"), [(deepseek, "DeepseekV3ForCausalLM"), (glm, "Glm4MoeForCausalLM")])
+@pytest.mark.parametrize(
+    ("layer_config", "main"),
+    [
+        (deepseek, "DeepseekV3ForCausalLM"),
+        (deepseek_with_a_whole_query, "DeepseekV3ForCausalLM"),
+        (glm, "Glm4MoeForCausalLM"),
+    ],
+)
 def test_a_prediction_layer_inside_its_target(
     tmp_path: Path, layer_config: Callable[[ModuleType], Any], main: str, transformers: ModuleType
 ) -> None:

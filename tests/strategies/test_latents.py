@@ -62,7 +62,7 @@ WORDS = {
 }
 TEXT = "{what} mismatch across layers for fused latent path: expected {expected}, got {got} at layer {layer}."
 OWN_ROWS = (
-    "q_lora_rank mismatch for fused latent path: expected {expected} (fused_qkv_a_proj_with_mqa.weight has {rows} rows, of which latent "
+    "q_lora_rank mismatch for fused latent path: expected {expected} ({name}.weight has {rows} rows, of which latent "
     "and k_pe take {rank} + {rope}), got {got} at layer {layer}."
 )
 TABLE = (
@@ -76,7 +76,10 @@ def due_text(broken):
     odd = broken.stack.configs[broken.odd_layer]
     values = {"expected": broken.expected, "got": broken.got, "layer": broken.layer}
     if odd.q_rows != odd.q_lora_rank:
-        return OWN_ROWS.format(**values, rows=odd.projection_rows, rank=odd.kv_lora_rank, rope=odd.qk_rope_head_dim)
+        name = "fused_wqa_wkv" if odd.latent_norm == "whole" else "fused_qkv_a_proj_with_mqa"
+        return OWN_ROWS.format(
+            **values, name=name, rows=odd.projection_rows, rank=odd.kv_lora_rank, rope=odd.qk_rope_head_dim
+        )
     if odd.table_breaks_at is not None:
         return TABLE.format(row=odd.table_breaks_at, layer=broken.layer)
     if broken.axis == "rope-scaling":
@@ -138,6 +141,7 @@ def test_every_layer_can_be_the_odd_one(axis, odd_layer):
 WAYS = {
     "no norm": ("latent-norm", lambda odd: odd.latent_norm == "none"),
     "a norm over the whole row": ("latent-norm", lambda odd: odd.latent_norm == "whole"),
+    "a norm over the latent": ("latent-norm", lambda odd: odd.latent_norm == "latent"),
     "another rank of Q": ("q-lora-rank", lambda odd: odd.q_rows == odd.q_lora_rank),
     "a rank of Q that the rows contradict": ("q-lora-rank", lambda odd: odd.q_rows != odd.q_lora_rank),
     "a table that leaves its scaling": ("rope-scaling", lambda odd: odd.table_breaks_at is not None),
@@ -212,8 +216,10 @@ def test_every_homogeneous_stack_is_accepted(stack):
     assert path.num_layers == stack.num_layers
 
 
-def test_both_kinds_of_layers_are_drawn():
-    for holds in (lambda attn: isinstance(attn, MLAAttention), lambda attn: hasattr(attn, "fused_qkv_a_proj_with_mqa")):
+def test_every_kind_of_layer_is_drawn():
+    names = ("fused_qkv_a_proj_with_mqa", "wkv", "fused_wqa_wkv")
+    joined_or_row = [lambda attn, name=name: hasattr(attn, name) for name in names]
+    for holds in (lambda attn: isinstance(attn, MLAAttention), *joined_or_row):
         find(homogeneous_latent_stacks(), lambda stack, holds=holds: holds(stack.layers[0].self_attn), settings=LOOKING)
 
 
@@ -238,7 +244,7 @@ def test_path_equals_the_reference_on_every_homogeneous_stack(inputs):
         rows = stack.build(FusedLatentKV).compute(**inputs.materialize_arguments)
     due = fused_latent_reference(stack.layers, inputs.ctx_hidden, inputs.positions)
     eager = eager_latent(stack.layers, inputs.ctx_hidden, inputs.positions)
-    sums = (stack.hidden_size, stack.kv_lora_rank)
+    sums = (stack.hidden_size, stack.configs[0].row_width)
     for what, lanes in parts(stack.kv_lora_rank):
         assert_close(
             rows[..., lanes], due[..., lanes], eager[..., lanes], what=what, axes=NAMES, reduction_sizes=sums,
@@ -281,10 +287,10 @@ def parts(rank):
 def check_launcher(arguments, rows):
     """Hold the launcher's output against this file's float64."""
     due, eager = truth(arguments, torch.float64), truth(arguments, rows.dtype)
-    rank = arguments["kv_lora_rank"]
+    rank, normed = arguments["kv_lora_rank"], arguments["norm_weight"].shape[1]
     for what, lanes in parts(rank):
         assert_close(
-            rows[..., lanes], due[..., lanes], eager[..., lanes], what=what, axes=NAMES, reduction_sizes=(rank,),
+            rows[..., lanes], due[..., lanes], eager[..., lanes], what=what, axes=NAMES, reduction_sizes=(normed,),
             tolerance=FEW_NUMBERS[rows.dtype],
         )  # fmt: skip
 
@@ -298,12 +304,14 @@ def truth(arguments, dtype):
     second = first + (half if arguments["is_neox_style"] else 1)
     layers = []
     for layer in range(kv_a.shape[1]):
-        latent, k_pe = kv_a[:, layer, :rank].double(), kv_a[:, layer, rank:].double()
-        length = torch.sqrt((latent**2).sum(-1, keepdim=True) / rank + arguments["eps"][layer].double())
+        row, normed = kv_a[:, layer].double(), rank + 2 * half if arguments["latent_norm"] == "whole" else rank
+        length = torch.sqrt((row[:, :normed] ** 2).sum(-1, keepdim=True) / normed + arguments["eps"][layer].double())
+        row = torch.cat([row[:, :normed] / length * arguments["norm_weight"][layer].double(), row[:, normed:]], dim=-1)
+        latent, k_pe = row[:, :rank], row[:, rank:]
         turned = torch.complex(k_pe[:, first], k_pe[:, second]) * turn
         rotated = torch.empty_like(k_pe)
         rotated[:, first], rotated[:, second] = turned.real, turned.imag
-        layers.append(torch.cat([latent / length * arguments["norm_weight"][layer].double(), rotated], dim=-1))
+        layers.append(torch.cat([latent, rotated], dim=-1))
     return torch.stack(layers).to(dtype)
 
 
@@ -348,7 +356,9 @@ def swapped_layers(arguments):
 
 
 def normed_k_pe(arguments):
-    """The latent's norm over k_pe as well."""
+    """The latent's norm over k_pe as well, where it is not to be."""
+    if arguments["latent_norm"] == "whole":
+        return arguments
     kv_a, rank = arguments["kv_a"].clone(), arguments["kv_lora_rank"]
     latent = kv_a[..., :rank].double()
     length = torch.sqrt((latent**2).mean(-1, keepdim=True) + arguments["eps"].double()[:, None])
@@ -356,7 +366,16 @@ def normed_k_pe(arguments):
     return {**arguments, "kv_a": kv_a}
 
 
+def latent_alone(arguments):
+    """A norm of the latent where the whole row is due."""
+    if arguments["latent_norm"] == "latent":
+        return arguments
+    weights = arguments["norm_weight"][:, : arguments["kv_lora_rank"]]
+    return {**arguments, "latent_norm": "latent", "norm_weight": weights}
+
+
 SLIPS = {
+    "the latent alone normed": latent_alone,
     "norm weight of layer 0": first_layer("norm_weight"),
     "epsilon of layer 0": first_layer("eps"),
     "position off by one": later_positions,
