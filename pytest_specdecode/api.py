@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path as Directory
-from typing import Any
 
 from pytest_specdecode import checks as rules
 from pytest_specdecode import engines as known_engines
 from pytest_specdecode import families
-from pytest_specdecode.checkpoint import CONFIG_NAME, Checkpoint, read_json_object
-from pytest_specdecode.errors import CheckpointError, UnknownFamilyError
+from pytest_specdecode.checkpoint import CONFIG_NAME, Checkpoint
+from pytest_specdecode.engines import ServeOptions
+from pytest_specdecode.errors import UnknownFamilyError
 from pytest_specdecode.families import Draft
 from pytest_specdecode.findings import CheckResult
 from pytest_specdecode.report import DraftReport, Report
+from pytest_specdecode.target import Target
 
 Path = str | os.PathLike[str]
 
@@ -33,9 +33,16 @@ def open_draft(path: Path) -> Draft:
         raise fault
     if draft.spec is None:
         evidence = draft.recognition.evidence()
-        named = ", ".join(sorted(evidence)) or "none"
+        found = draft.recognition
+        named = ", ".join(found.disagreement or sorted(evidence)) or "none"
+        if found.is_template:
+            message = "every size is null: a template, not a configuration"
+        elif found.disagreement:
+            message = f"signals name more than one family: {named}"
+        else:
+            message = f"no draft family that this version reads; signals name {named}"
         raise UnknownFamilyError(
-            f"no draft family that this version reads; signals name {named}",
+            message,
             path=checkpoint.path / CONFIG_NAME,
             got=evidence,
             due=[family.name for family in families.FAMILIES],
@@ -50,6 +57,7 @@ def check_draft(
     checks: Iterable[str] | str | None = None,
     skip: Iterable[str] | str | None = None,
     *,
+    serve: str | ServeOptions | None = None,
     device: str = "cpu",
 ) -> Report:
     """Run the checks on the checkpoint in `path`.
@@ -57,9 +65,11 @@ def check_draft(
     Args:
         path: the draft's directory.
         target: the target's directory; its `config.json` is enough.
-        engines: names of the engines whose outcomes are shown; all where None.
+        engines: names of the engines whose outcomes are shown and count: an error is then what one of them stops at or serves wrong, and
+            what one falls back from is a warning. Where None, all are shown, and each finding has the severity of its check.
         checks: ids and groups to run, such as `"rope"` or `["weights.shapes", "taps"]`; all where None.
         skip: ids and groups to leave out.
+        serve: the options that the server is to be started with, such as `"algorithm=EAGLE3 num-steps=3"`.
         device: where numeric checks run: `cpu`, `cuda`.
 
     Returns:
@@ -68,45 +78,44 @@ def check_draft(
     Raises:
         CheckpointError: there is no checkpoint in `path`, or no readable configuration in `target`.
         UnknownCheckError: `checks` or `skip` names no check and no group.
+        ServeOptionError: `serve` states an unknown option or a value that it cannot have.
         DraftError: an unknown engine.
     """
     selected = rules.select(_names(checks), _names(skip))
-    context = open_context(path, target=target, engines=engines, device=device)
+    context = open_context(path, target=target, engines=engines, serve=serve, device=device)
     return Report(drafts=(draft_report(path, context, [run_check(item, context) for item in selected]),))
 
 
 def open_context(
-    path: Path, *, target: Path | None = None, engines: Sequence[str] | None = None, device: str = "cpu"
+    path: Path,
+    *,
+    target: Path | None = None,
+    engines: Sequence[str] | None = None,
+    serve: str | ServeOptions | None = None,
+    device: str = "cpu",
 ) -> rules.Context:
     """What the checks of one draft share; errors as `check_draft`."""
-    return context_of(families.load(Checkpoint.open(path)), target=target, engines=engines, device=device)
+    draft = families.load(Checkpoint.open(path))
+    return context_of(draft, target=target, engines=engines, serve=serve, device=device)
 
 
 def context_of(
-    draft: Draft, *, target: Path | None = None, engines: Sequence[str] | None = None, device: str = "cpu"
+    draft: Draft,
+    *,
+    target: Path | None = None,
+    engines: Sequence[str] | None = None,
+    serve: str | ServeOptions | None = None,
+    device: str = "cpu",
 ) -> rules.Context:
     """As `open_context`, for a draft that is open already."""
     return rules.Context(
         draft=draft,
-        target=None if target is None else read_target(target),
-        target_path=None if target is None else os.fspath(target),
+        target=None if target is None else Target.open(target),
         device=device,
         engines=known_engines.select(engines),
+        judged=engines is not None,
+        serve=ServeOptions.parse(serve) if isinstance(serve, str) else serve or ServeOptions(),
     )
-
-
-def read_target(path: Path) -> dict[str, Any]:
-    """The configuration of the target in the directory `path`.
-
-    Raises:
-        CheckpointError: there is no such directory, or no readable `config.json` in it.
-    """
-    directory = Directory(path)
-    if not directory.is_dir():
-        raise CheckpointError("is not a directory; give the target's directory", path=directory)
-    if not (directory / CONFIG_NAME).exists():
-        raise CheckpointError("holds no config.json; give the target's directory", path=directory)
-    return read_json_object(directory / CONFIG_NAME)
 
 
 def run_check(item: rules.Check, context: rules.Context) -> CheckResult:
@@ -129,6 +138,7 @@ def draft_report(path: Path, context: rules.Context, results: Iterable[CheckResu
         packaging=None if draft.spec is None else draft.spec.packaging,
         spec=draft.spec,
         results=tuple(results),
+        engines=known_engines.versions(context.engines),
     )
 
 

@@ -33,12 +33,12 @@ class Outcome:
 
     def to_dict(self) -> dict[str, str]:
         """As the JSON report holds it."""
-        return {"outcome": self.outcome, "message": self.message}
+        return {"outcome": self.outcome, "message": self.message, "source": self.source}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Outcome:
-        """What `to_dict` gave; the source does not survive it."""
-        return cls(outcome=found["outcome"], message=found["message"])
+        """What `to_dict` gave."""
+        return cls(outcome=found["outcome"], message=found["message"], source=found.get("source", ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,7 @@ class Finding:
         got, due: what was found and what was expected, in values JSON can hold.
         fix: how to mend it.
         outcomes: per engine name, what it does with this.
+        fault: slug by which the engine models know it, or empty.
     """
 
     message: str
@@ -61,6 +62,7 @@ class Finding:
     due: Any = None
     fix: str = ""
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    fault: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As the JSON report holds it."""
@@ -72,13 +74,14 @@ class Finding:
             "due": jsonable(self.due),
             "outcomes": {name: outcome.to_dict() for name, outcome in self.outcomes.items()},
             "fix": self.fix,
+            "fault": self.fault,
         }
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Finding:
         """What `to_dict` gave; `got` and `due` stay what JSON holds."""
         outcomes = {name: Outcome.from_dict(outcome) for name, outcome in found["outcomes"].items()}
-        fields = ("severity", "message", "where", "got", "due", "fix")
+        fields = ("severity", "message", "where", "got", "due", "fix", "fault")
         return cls(**{name: found[name] for name in fields}, outcomes=outcomes)
 
 
@@ -92,6 +95,8 @@ class CheckResult:
         message: the first finding's message, or the reason of a skip, or a measured figure worth showing.
         findings: every finding, worst first.
         seconds: how long the check ran.
+        want: what would settle an inconclusive check, where the caller can give it: `target`, `serving`, `trace`, `tensors`, `gpu`.
+        expected: why a failure of this check is known and lived with, or empty.
     """
 
     id: str
@@ -99,6 +104,18 @@ class CheckResult:
     message: str = ""
     findings: tuple[Finding, ...] = ()
     seconds: float = 0.0
+    want: str = ""
+    expected: str = ""
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether it failed as the project knows it to."""
+        return self.status == "failed" and bool(self.expected)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it was listed as a known failure and did not fail."""
+        return self.status in ("passed", "warned") and bool(self.expected)
 
     def to_dict(self) -> dict[str, Any]:
         """As the JSON report holds it: the worst finding's fields at the top, all of them under `findings`."""
@@ -110,13 +127,22 @@ class CheckResult:
             "severity": worst["severity"] if self.findings else None,
             "message": self.message,
             "findings": [finding.to_dict() for finding in self.findings],
+            "want": self.want,
+            "expected_failure": self.expected,
         }
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> CheckResult:
         """What `to_dict` gave, so that a result can cross from one process to another; the time does not."""
         findings = tuple(Finding.from_dict(finding) for finding in found["findings"])
-        return cls(id=found["id"], status=found["status"], message=found["message"], findings=findings)
+        return cls(
+            id=found["id"],
+            status=found["status"],
+            message=found["message"],
+            findings=findings,
+            want=found.get("want", ""),
+            expected=found.get("expected_failure", ""),
+        )
 
 
 def jsonable(value: Any) -> Any:

@@ -10,8 +10,8 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class DraftReport:
         description: one line: family, packaging, layers, parameters, dtype.
         family, packaging, spec: None where the family is not known.
         results: one per check, in the order of the registry.
+        engines: the engines whose outcomes are shown, with the version that each one's statements were read from.
     """
 
     path: str
@@ -46,19 +47,22 @@ class DraftReport:
     packaging: str | None
     spec: DraftSpec | None
     results: tuple[CheckResult, ...]
+    engines: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def status(self) -> Status:
-        """The worst status of all checks."""
-        return max((result.status for result in self.results), key=STATUS_ORDER.index, default="passed")
+        """The worst status of all checks, a failure that is expected taken for a warning."""
+        found: list[Status] = ["warned" if result.is_expected else result.status for result in self.results]
+        return max(found, key=STATUS_ORDER.index, default="passed")
 
-    def counts(self) -> dict[Status, int]:
-        """How many checks have each status, worst status first; those with none are left out."""
-        found: dict[Status, int] = {}
+    def counts(self) -> dict[str, int]:
+        """How many checks have each status, worst status first; those with none are left out, failures that are expected apart."""
+        found: dict[str, int] = {}
         for status in reversed(STATUS_ORDER):
-            number = sum(1 for result in self.results if result.status == status)
-            if number:
-                found[status] = number
+            for text, expected in ((status, False), (f"{status} as expected", True)):
+                number = sum(1 for item in self.results if (item.status, item.is_expected) == (status, expected))
+                if number:
+                    found[text] = number
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,6 +74,7 @@ class DraftReport:
             "packaging": self.packaging,
             "status": self.status,
             "spec": None if self.spec is None else self.spec.to_dict(),
+            "engines": dict(self.engines),
             "checks": [result.to_dict() for result in self.results],
         }
 

@@ -18,10 +18,11 @@ import pytest
 import pytest_specdecode
 from pytest_specdecode import checks as rules
 from pytest_specdecode import engines
-from pytest_specdecode.api import check_draft, open_draft, read_target
+from pytest_specdecode.api import check_draft, open_context, open_draft
 from pytest_specdecode.errors import CheckpointError, DraftError, UnknownFamilyError
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.report import Report
+from pytest_specdecode.target import Target
 from pytest_specdecode.testing import tiny_config, write_tiny
 
 FAMILIES = ("eagle3", "eagle3-mla", "dflash")
@@ -119,7 +120,7 @@ def test_a_defect_of_one_check_fails_that_check_alone(eagle3: Path, monkeypatch:
 
 def test_a_target_is_its_configuration(tmp_path: Path, eagle3: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 512}))
-    assert read_target(tmp_path) == {"vocab_size": 512}
+    assert open_context(eagle3, target=tmp_path).target == Target(tmp_path, {"vocab_size": 512})
     assert check_draft(eagle3, target=tmp_path, checks="files.index").ok
 
 

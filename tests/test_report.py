@@ -73,9 +73,13 @@ def test_the_json_form_is_the_contract() -> None:
         "got": ["x"],
         "due": "only tensors that the configuration calls for",
         "outcomes": {
-            "sglang": {"outcome": "serves wrong", "message": "weights are dropped"},
-            "vllm": {"outcome": "stops", "message": "There is no module or parameter named 'x'"},
-            "tensorrt-llm": {"outcome": "unknown", "message": ""},
+            "sglang": {
+                "outcome": "serves wrong",
+                "message": "weights are dropped",
+                "source": "SGLang 0.5.6, llama_eagle3.py",
+            },
+            "vllm": {"outcome": "stops", "message": "There is no module or parameter named 'x'", "source": ""},
+            "tensorrt-llm": {"outcome": "unknown", "message": "", "source": ""},
         },
         "fix": "leave it out",
     }

@@ -14,8 +14,12 @@ from pytest_specdecode.checks import weights
 from pytest_specdecode.checks import taps
 from pytest_specdecode.checks import rope
 from pytest_specdecode.checks import dflash
+from pytest_specdecode.checks import dspark
+from pytest_specdecode.checks import speculators
 from pytest_specdecode.checks import layers
 from pytest_specdecode.checks import fused_kv
+from pytest_specdecode.checks import target
+from pytest_specdecode.checks import serving
 
 # isort: on
 from pytest_specdecode.checks.registry import (
@@ -38,13 +42,17 @@ __all__ = [
     "UnknownCheckError",
     "config",
     "dflash",
+    "dspark",
     "files",
     "fused_kv",
     "layers",
     "rope",
     "run",
     "select",
+    "serving",
+    "speculators",
     "taps",
+    "target",
     "vocabulary",
     "weights",
 ]

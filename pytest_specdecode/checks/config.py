@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from pytest_specdecode.checks.keys import layer_key
 from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check, require_layers
 from pytest_specdecode.families import FAMILIES
+from pytest_specdecode.families.base import open_view
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.spec import GQASpec, MLASpec
 
@@ -92,6 +94,7 @@ def types(context: Context) -> Iterator[Finding]:
     "config.architectures",
     title="architectures is a list of strings that engines know",
     why="Engines choose the class by the first entry; a plain label is refused by one and renamed by another.",
+    faults=("architecture-plain-llama",),
 )
 def architectures(context: Context) -> Iterator[Finding]:
     """The list's form, and a label that does not name a draft."""
@@ -126,6 +129,7 @@ def architectures(context: Context) -> Iterator[Finding]:
     title="num_hidden_layers is the number of layers in the file, and one where an engine takes one",
     why="Layers that the file lacks stay uninitialised, and layers that the configuration does not count are dropped.",
     needs=("config", "headers"),
+    faults=("layer-count",),
 )
 def num_hidden_layers(context: Context) -> Iterator[Finding]:
     """Stated against stored layers; a latent EAGLE3 has one."""
@@ -141,10 +145,12 @@ def num_hidden_layers(context: Context) -> Iterator[Finding]:
         )
     elif held and held != list(range(stated)) and held != _layers_with_tensors(context):
         yield context.fail(
-            f"{stated} layers are declared, the weights hold {len(held)}: {_ranges(held)}",
+            f"{stated} layers are declared, the weights hold {len(held)}: {_ranges(context, held)}",
             where=where,
             got=stated,
-            due=len(held) if held == list(range(len(held))) else f"layers numbered from 0, not {_ranges(held)}",
+            due=len(held)
+            if held == list(range(len(held)))
+            else f"layers numbered from {context.draft.stored_layer(0)}, not {_ranges(context, held)}",
             fix="state the number of layers that the file holds",
             fault="layer-count",
         )
@@ -172,6 +178,7 @@ def num_hidden_layers(context: Context) -> Iterator[Finding]:
     title="heads divide, head_dim is stated or derivable, the projections' rows agree",
     why="A head width derived from the wrong numbers loads without an error where the product happens to fit.",
     needs=("config", "headers"),
+    faults=("tensor-shape",),
 )
 def head_arithmetic(context: Context) -> Iterator[Finding]:
     """Counts and widths of the first layer's heads, and rows of q against columns of o, k against v."""
@@ -184,7 +191,10 @@ def head_arithmetic(context: Context) -> Iterator[Finding]:
         raise Inconclusive("num_attention_heads is not stated")
     if attention.num_heads < 1:
         yield context.fail(
-            "no attention heads", where="config.json: num_attention_heads", got=attention.num_heads, due=1
+            "no attention heads",
+            where=f"config.json: {layer_key(context, 'num_attention_heads')}",
+            got=attention.num_heads,
+            due=1,
         )
         return
     if isinstance(attention, GQASpec):
@@ -194,10 +204,12 @@ def head_arithmetic(context: Context) -> Iterator[Finding]:
         rows = {name: _extent(context, f"{prefix}.{name}_proj.weight", 0) for name in ("q", "k", "v")}
         columns = _extent(context, f"{prefix}.o_proj.weight", 1)
         due = None if columns is None else columns * (2 if getattr(attention, "q_gate", False) else 1)
+        if getattr(attention, "v_head_dim", None) not in (None, getattr(attention, "head_dim", None)):
+            continue
         if isinstance(attention, GQASpec) and None not in (rows["q"], due) and rows["q"] != due:
             yield context.fail(
                 "q_proj's rows are not o_proj's columns" + (", twice" if attention.q_gate else ""),
-                where=f"{prefix}.q_proj.weight",
+                where=context.draft.stored_name(f"{prefix}.q_proj.weight"),
                 got=rows["q"],
                 due=due,
                 fault="tensor-shape",
@@ -205,7 +217,7 @@ def head_arithmetic(context: Context) -> Iterator[Finding]:
         if None not in (rows["k"], rows["v"]) and rows["k"] != rows["v"]:
             yield context.fail(
                 "k_proj and v_proj have different numbers of rows",
-                where=f"{prefix}.v_proj.weight",
+                where=context.draft.stored_name(f"{prefix}.v_proj.weight"),
                 got=rows["v"],
                 due=rows["k"],
                 fault="tensor-shape",
@@ -217,6 +229,10 @@ def head_arithmetic(context: Context) -> Iterator[Finding]:
     title="q_lora_rank is there and not null",
     why="Null stops SGLang; an absent key is filled with a class default of 1536 that need not be the draft's.",
     families=("eagle3-mla", "dspark"),
+    faults=(
+        "q-lora-rank-absent",
+        "q-lora-rank-null",
+    ),
 )
 def q_lora_rank(context: Context) -> Iterator[Finding]:
     """Null, absent and not positive are three findings."""
@@ -227,9 +243,9 @@ def q_lora_rank(context: Context) -> Iterator[Finding]:
         else "a latent DSpark layer needs q_lora_rank"
     )
     section = _layer_config(context)
-    where = "config.json: q_lora_rank"
+    where = f"config.json: {layer_key(context, 'q_lora_rank')}"
     fix = "state the rank that q_a_proj's rows have"
-    rows = _extent(context, "layers.0.self_attn.q_a_proj.weight", 0)
+    rows = _extent(context, "layers.0.self_attn.q_a_proj.weight", 0) or "a positive number"
     if "q_lora_rank" not in section:
         yield context.fail(
             f"{needs}: the key is absent",
@@ -259,6 +275,7 @@ def q_lora_rank(context: Context) -> Iterator[Finding]:
     title="kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim are there and positive",
     why="A configuration class fills in DeepSeek-V3's numbers for what is absent.",
     families=("eagle3-mla", "dspark"),
+    faults=("mla-field-missing",),
 )
 def mla_fields(context: Context) -> Iterator[Finding]:
     """All missing fields in one finding."""
@@ -271,7 +288,7 @@ def mla_fields(context: Context) -> Iterator[Finding]:
         section = _layer_config(context)
         yield context.fail(
             f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} absent, null or zero",
-            where=f"config.json: {next(iter(wrong))}",
+            where=f"config.json: {layer_key(context, next(iter(wrong)))}",
             got={name: section.get(name, "absent") for name in wrong},
             due="positive numbers",
             fault="mla-field-missing",
@@ -290,7 +307,7 @@ def _gqa_arithmetic(context: Context, attention: GQASpec) -> Iterator[Finding]:
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
         yield context.fail(
             f"{heads} query heads do not divide among {kv_heads} KV heads",
-            where="config.json: num_key_value_heads",
+            where=f"config.json: {layer_key(context, 'num_key_value_heads')}",
             got=kv_heads,
             due=f"a divisor of {heads}",
         )
@@ -298,28 +315,29 @@ def _gqa_arithmetic(context: Context, attention: GQASpec) -> Iterator[Finding]:
     if attention.head_dim is None and hidden is not None:
         yield context.fail(
             f"head_dim is not stated and hidden_size {hidden} does not divide by {heads} heads",
-            where="config.json: head_dim",
+            where=f"config.json: {layer_key(context, 'head_dim')}",
             got=None,
             due="the width of a head",
             fix="state head_dim",
         )
     elif attention.head_dim == 0:
-        yield context.fail("head_dim is zero", where="config.json: head_dim", got=0, due="a positive number")
+        yield context.fail(
+            "head_dim is zero", where=f"config.json: {layer_key(context, 'head_dim')}", got=0, due="a positive number"
+        )
     elif stated is not None and hidden is not None and hidden % heads and heads * int(attention.head_dim or 0) < hidden:
         yield context.warn(
             f"{heads} heads do not divide hidden_size {hidden}, and {heads} x {attention.head_dim} is less than it: "
             "the head counts look copied from a model of another size",
-            where="config.json: num_attention_heads",
+            where=f"config.json: {layer_key(context, 'num_attention_heads')}",
             got=heads,
             due=f"a number that divides {hidden}, as a rule",
             fix="compare heads, KV heads and intermediate_size with the weights",
         )
 
 
-def _layer_config(context: Context) -> dict[str, object]:
-    config = context.draft.checkpoint.config
-    nested = config.get("transformer_layer_config")
-    return dict(nested) if context.spec.packaging == "speculators" and isinstance(nested, dict) else dict(config)
+def _layer_config(context: Context) -> Mapping[str, object]:
+    """The section that holds the transformer's own keys."""
+    return open_view(context.draft.checkpoint).layer.values
 
 
 def _extent(context: Context, name: str, axis: int) -> int | None:
@@ -344,7 +362,9 @@ def _stored_layers(context: Context) -> set[int]:
     return {index for name in binding.stored if (index := family.layer_index(name)) is not None}
 
 
-def _ranges(numbers: list[int]) -> str:
-    if numbers == list(range(len(numbers))):
-        return f"0 to {len(numbers) - 1}" if len(numbers) > 1 else "0"
+def _ranges(context: Context, layers: list[int]) -> str:
+    """The layers by the numbers that they go by in the file."""
+    numbers = [context.draft.stored_layer(layer) for layer in layers]
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return f"{numbers[0]} to {numbers[-1]}"
     return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")

@@ -25,7 +25,7 @@ def readable(context: Context) -> Iterator[Finding]:
     for fault in checkpoint.faults:
         yield _from_fault(context, fault)
     if not checkpoint.faults and not checkpoint.has_weights:
-        raise Inconclusive("no weights lie beside config.json; only the configuration was read")
+        raise Inconclusive("no weights lie beside config.json; only the configuration was read", "tensors")
 
 
 @check(
@@ -39,7 +39,7 @@ def index(context: Context) -> Iterator[Finding]:
     """Contradictions between the index, the shards and the directory."""
     checkpoint = context.draft.checkpoint
     if not checkpoint.has_weights:
-        raise Inconclusive("no weights lie beside config.json; give the whole checkpoint directory")
+        raise Inconclusive("no weights lie beside config.json; give the whole checkpoint directory", "tensors")
     for fault in checkpoint.index_faults:
         yield _from_fault(context, fault)
     unread = [fault for fault in checkpoint.faults if fault.path != str(checkpoint.path / CONFIG_NAME)]

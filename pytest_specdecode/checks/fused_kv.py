@@ -76,6 +76,7 @@ for _axis in AXES:
         why="The stacked path takes it from one place for all layers.",
         needs=("config", "headers"),
         unless=no_stack,
+        faults=(f"fused-kv-{_axis}",),
     )(axis_check(_axis))
 
 
@@ -86,6 +87,7 @@ for _axis in AXES:
     severity="warning",
     needs=("config", "headers"),
     unless=no_stack,
+    faults=("fused-kv-norm-eps",),
 )
 def norm_eps(context: Context) -> Iterator[Finding]:
     """Layers whose epsilon is not layer 0's."""

@@ -45,7 +45,8 @@ def build(context: Context) -> Iterator[Finding]:
     reasons: dict[str, LayerBuildError] = {}
     _require_memory(context, _STORED)
     for layer in context.spec.layers:
-        with _collected(context, reasons, f"layer {layer.index}"):
+        place = f"layer {context.draft.stored_layer(layer.index)}"
+        with _collected(context, reasons, place), context.draft.naming(layer.index):
             built = context.draft.layer(layer.index, device=context.device)
             built.prefill(built.probe(2, SEED))
     with _collected(context, reasons, "the head"):
@@ -90,7 +91,8 @@ def _build_head(context: Context) -> None:
     headers = [draft.header(name) for name in stored if family.layer_index(name) is None]
     outside = [header for header in headers if header is not None]
     _require_free(sum(header.numel for header in outside), _STORED, "a head")
-    head = family.build_head(spec, draft.source(device=context.device))
+    with draft.naming():
+        head = family.build_head(spec, draft.source(device=context.device))
     dtypes = {header.dtype for header in outside if header.is_float}
     if len(dtypes) != 1 or spec.hidden_size is None:
         return
@@ -104,6 +106,7 @@ def _build_head(context: Context) -> None:
     title="outputs are finite on plain and on large inputs",
     why="A layer that overflows on a large state drafts NaN for the rest of the request.",
     needs=("headers", "tensors"),
+    faults=("nan",),
 )
 def finite(context: Context) -> Iterator[Finding]:
     """In the stored dtype; a layer that overflows in float16 only is a warning."""
@@ -113,13 +116,14 @@ def finite(context: Context) -> Iterator[Finding]:
     overflowing: list[int] = []
     for index, layer in _layers(context):
         for name, scale in (("plain", 1.0), ("large", LARGE)):
-            if not _runs_finite(index, layer, scale):
+            if not _runs_finite(context, index, layer, scale):
                 broken.setdefault(name, []).append(index)
         if _dtype_of(context, index) == "bfloat16" and index not in {i for ids in broken.values() for i in ids}:
             half = context.draft.layer(index, dtype=torch.float16, device=context.device)
-            if not _runs_finite(index, half, LARGE):
+            if not _runs_finite(context, index, half, LARGE):
                 overflowing.append(index)
-    for name, layers in broken.items():
+    for name, indices in broken.items():
+        layers = [context.draft.stored_layer(index) for index in indices]
         yield context.fail(
             f"layer {layers[0]} gives NaN or infinity on {name} inputs",
             where=f"layers {', '.join(map(str, layers))}",
@@ -131,7 +135,7 @@ def finite(context: Context) -> Iterator[Finding]:
     if overflowing:
         yield context.warn(
             "layers that are finite in bfloat16 overflow in float16",
-            where=f"layers {', '.join(map(str, overflowing))}",
+            where=f"layers {', '.join(str(context.draft.stored_layer(index)) for index in overflowing)}",
             got="not finite in float16",
             due="served in bfloat16",
             fix="serve the draft in bfloat16 beside a float16 target, too",
@@ -149,7 +153,7 @@ def incremental(context: Context) -> Iterator[Finding]:
     worst, where = 0.0, 0
     for index, layer in _exact_layers(context):
         inputs = layer.probe(TOKENS, SEED)
-        with _build_reports(index):
+        with _build_reports(context, index):
             difference = _distance(layer.prefill(inputs), layer.incremental(inputs))
         if not difference <= worst:
             worst, where = difference, index
@@ -173,8 +177,8 @@ def mla_absorbed(context: Context) -> Iterator[Finding]:
     for index, layer in _exact_layers(context):
         inputs = layer.probe(TOKENS, SEED)
         states = inputs["block"] if "block" in inputs else torch.cat([inputs["embeds"], inputs["hidden"]], dim=-1)
-        states = states[..., : layer.self_attn.q_a_proj.weight.shape[1]]
-        with _build_reports(index):
+        states = states[..., : layer.self_attn.kv_a_proj_with_mqa.weight.shape[1]]
+        with _build_reports(context, index):
             naive = layer.self_attn.forward_naive(states, inputs["positions"])
             absorbed = layer.self_attn.forward_absorbed(states, inputs["positions"])
         difference = _distance(naive, absorbed)
@@ -220,18 +224,20 @@ def _layers(context: Context, dtype: torch.dtype | None = None) -> Iterator[tupl
     require_layers(context)
     _require_memory(context, _STORED if dtype is None else dtype.itemsize)
     for layer in context.spec.layers:
-        with _build_reports(layer.index):
+        with _build_reports(context, layer.index):
             built = context.draft.layer(layer.index, dtype=dtype, device=context.device)
         yield layer.index, built
 
 
 @contextlib.contextmanager
-def _build_reports(index: int) -> Iterator[None]:
+def _build_reports(context: Context, index: int) -> Iterator[None]:
     """A layer that does not build or run is one finding, of `layers.build`; the checks after it cannot tell."""
     try:
-        yield
+        with context.draft.naming(index):
+            yield
     except DraftError as error:
-        raise Inconclusive(f"layer {index} does not build: {error}; see layers.build") from None
+        layer = context.draft.stored_layer(index)
+        raise Inconclusive(f"layer {layer} does not build: {error}; see layers.build") from None
 
 
 def _exact_layers(context: Context) -> Iterator[tuple[int, ReferenceLayer]]:
@@ -249,11 +255,12 @@ def _exactness(context: Context, id: str, worst: float, layer: int, message: str
     bound = 1e6 * torch.finfo(torch.float64).eps if double else 1e3 * torch.finfo(torch.float32).eps
     context.notes[id] = f"largest difference {worst:.1e} of the output's largest value"
     if not worst <= bound:
-        yield context.fail(message, where=f"layer {layer}", got=worst, due=f"at most {bound:.1e} of the largest value")
+        where = f"layer {context.draft.stored_layer(layer)}"
+        yield context.fail(message, where=where, got=worst, due=f"at most {bound:.1e} of the largest value")
 
 
-def _runs_finite(index: int, layer: ReferenceLayer, scale: float) -> bool:
-    with _build_reports(index):
+def _runs_finite(context: Context, index: int, layer: ReferenceLayer, scale: float) -> bool:
+    with _build_reports(context, index):
         output = layer.prefill(layer.probe(TOKENS, SEED, scale))
     return bool(output.isfinite().all())
 

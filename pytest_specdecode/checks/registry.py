@@ -9,14 +9,16 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pytest_specdecode import engines
+from pytest_specdecode.engines import Reading, ServeOptions
 from pytest_specdecode.errors import DraftError
 from pytest_specdecode.families import Draft
-from pytest_specdecode.findings import STATUS_ORDER, CheckResult, Finding, Severity, Status
+from pytest_specdecode.findings import STATUS_ORDER, CheckResult, Finding, Outcome, Severity, Status
 from pytest_specdecode.spec import DraftSpec
+from pytest_specdecode.target import Target
 
 Need = Literal["config", "headers", "tensors", "target", "serving", "trace", "triton", "gpu"]
 
@@ -33,7 +35,15 @@ class Skip(Exception):
 
 
 class Inconclusive(Exception):
-    """The evidence that the check needs is missing; never a pass."""
+    """The evidence that the check needs is missing; never a pass.
+
+    Attributes:
+        want: what would settle it, where the caller can give that: `target`, `serving`, `trace`, `tensors`, `gpu`.
+    """
+
+    def __init__(self, reason: str, want: Need | None = None) -> None:
+        super().__init__(reason)
+        self.want = want
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +56,15 @@ class Check:
         why: what goes wrong otherwise.
         severity: of its worst finding.
         needs: evidence without which it is inconclusive. A check that needs both config and headers looks at the configuration
-            alone where there are no weights, and is inconclusive only if that shows no fault.
+            alone where there are no weights, and is inconclusive only if that shows no fault. One that needs both the target and the
+            serving options is content with either.
         families: the families it applies to; None for all.
         anywhere: whether it runs on a checkpoint whose family is not known or whose files are broken.
         unless: why the check does not apply to a draft whose configuration is known, or None; asked before the weights are.
+        faults: slugs of the engine models that its findings carry.
+        cost: what the fault was measured to cost, where that is public: accepted length before and after, with the source.
+        example: changes of a tiny draft's configuration that it reports (with `family`, which tiny draft), or the fault in words.
+        fix: how to mend what it finds, in general.
         run: yields findings; may raise Skip or Inconclusive.
     """
 
@@ -62,6 +77,10 @@ class Check:
     anywhere: bool
     run: Callable[[Context], Iterator[Finding]]
     unless: Callable[[Context], str | None] | None = None
+    faults: tuple[str, ...] = ()
+    cost: str = ""
+    example: Mapping[str, Any] | str = ""
+    fix: str = ""
 
     @property
     def group(self) -> str:
@@ -75,18 +94,20 @@ class Context:
 
     Attributes:
         draft: the draft under judgement.
-        target: the target's `config.json`, where it was given.
-        target_path: its directory.
+        target: the model that the draft proposes for, where it was given.
         device: where numeric checks run.
         engines: names of the engines whose verdict counts.
+        judged: whether those were chosen: then an error is what one of them stops at or serves wrong.
+        serve: the options that the server is to be started with.
         notes: figures that a passing check wants shown; the check sets `notes[its id]`.
     """
 
     draft: Draft
-    target: Mapping[str, Any] | None = None
-    target_path: str | None = None
+    target: Target | None = None
     device: str = "cpu"
     engines: tuple[str, ...] = engines.NAMES
+    judged: bool = False
+    serve: ServeOptions = field(default_factory=ServeOptions)
     notes: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -105,9 +126,10 @@ class Context:
         due: Any = None,
         fix: str = "",
         fault: str | None = None,
+        outcomes: Mapping[str, Outcome] | None = None,
         severity: Severity = "error",
     ) -> Finding:
-        """A finding, with what each engine does about `fault` (a slug of the engine models)."""
+        """A finding, with what each engine does about `fault` (a slug of the engine models), or with `outcomes` worked out elsewhere."""
         return Finding(
             message=message,
             severity=severity,
@@ -115,8 +137,17 @@ class Context:
             got=got,
             due=due,
             fix=fix,
-            outcomes=engines.outcomes(fault or "", self.draft.spec, self.engines),
+            fault=fault or "",
+            outcomes=engines.outcomes(fault or "", self.draft.spec, self.engines) if outcomes is None else outcomes,
         )
+
+    def read_as(self, setting: str, meant: object) -> dict[str, Outcome]:
+        """Per engine, whether it takes `setting` as `meant`, and from where; see `engines.compare`."""
+        return engines.compare(setting, meant, self.draft, self.engines)
+
+    def readings(self, setting: str) -> dict[str, Reading | None]:
+        """What each engine takes `setting` of this draft to be; None where that is not known."""
+        return engines.readings(setting, self.draft, self.engines)
 
     def warn(self, message: str, **fields: Any) -> Finding:
         """As `fail`, with severity `warning`."""
@@ -137,6 +168,10 @@ def check(
     families: Sequence[str] | None = None,
     anywhere: bool = False,
     unless: Callable[[Context], str | None] | None = None,
+    faults: Sequence[str] = (),
+    cost: str = "",
+    example: Mapping[str, Any] | str = "",
+    fix: str = "",
 ) -> Callable[[Callable[[Context], Iterator[Finding]]], Callable[[Context], Iterator[Finding]]]:
     """Register the decorated generator as the check `id`."""
 
@@ -153,6 +188,10 @@ def check(
             anywhere=anywhere,
             run=run,
             unless=unless,
+            faults=tuple(faults),
+            cost=cost,
+            example=example,
+            fix=fix,
         )
         return run
 
@@ -174,8 +213,9 @@ def run(item: Check, context: Context) -> CheckResult:
     """Run one check. A `DraftError` inside it is a finding; any other exception is a defect of the check and propagates."""
     started = time.perf_counter()
 
-    def result(status: Status, message: str, findings: Sequence[Finding] = ()) -> CheckResult:
+    def result(status: Status, message: str, findings: Sequence[Finding] = (), want: Need | None = None) -> CheckResult:
         return CheckResult(
+            want=want or "",
             id=item.id,
             status=status,
             message=message,
@@ -185,20 +225,39 @@ def run(item: Check, context: Context) -> CheckResult:
 
     try:
         _require(item, context)
-        findings = list(item.run(context))
+        findings = [_judged(finding, context) for finding in item.run(context)]
     except Skip as reason:
         return result("skipped", str(reason))
     except Inconclusive as reason:
-        return result("inconclusive", str(reason))
+        return result("inconclusive", str(reason), want=reason.want)
     except DraftError as error:
         place = ": ".join(part for part in (error.path, error.key) if part)
         findings = [Finding(message=error.brief, where=place, got=error.got, due=error.due)]
     if not findings and _only_config(item, context):
-        return result("inconclusive", f"the configuration alone shows no fault; {_NO_WEIGHTS}")
+        return result("inconclusive", f"the configuration alone shows no fault; {_NO_WEIGHTS}", want="tensors")
     if not findings:
         return result("passed", context.notes.get(item.id, ""))
+    for finding in findings:
+        if finding.fault and finding.fault not in item.faults:
+            raise ValueError(f"{item.id} reports the fault {finding.fault!r}, which it does not declare")
     findings.sort(key=lambda finding: finding.severity != "error")
     return result("failed" if findings[0].severity == "error" else "warned", findings[0].message, findings)
+
+
+def _judged(finding: Finding, context: Context) -> Finding:
+    """The finding as the chosen engines have it.
+
+    An engine that stops or serves wrong makes it an error, one that falls back a warning. Where every chosen engine is known to be fine
+    with it, it is a warning, for the file is still not what it says; where nothing is known, it stays as the check has it.
+    """
+    if not context.judged:
+        return finding
+    kinds = {outcome.outcome for name, outcome in finding.outcomes.items() if name in context.engines}
+    if kinds & set(engines.UNFIT):
+        return replace(finding, severity="error")
+    if "falls back" in kinds or kinds == {"fine"}:
+        return replace(finding, severity="warning")
+    return finding
 
 
 def require_layers(context: Context) -> None:
@@ -235,14 +294,20 @@ def _require(item: Check, context: Context) -> None:
             raise Skip(why_not)
         if {"headers", "tensors"} & set(item.needs):
             if not draft.checkpoint.has_weights and "config" not in item.needs:
-                raise Inconclusive(_NO_WEIGHTS)
+                raise Inconclusive(_NO_WEIGHTS, "tensors")
             if draft.checkpoint.has_weights and not draft.checkpoint.complete:
                 fault = [*draft.checkpoint.faults, *draft.checkpoint.index_faults][0]
                 raise Inconclusive(f"the weights cannot all be read: {fault}")
+    if {"target", "serving"} <= set(item.needs) and (context.target is not None or context.serve):
+        return
     if "target" in item.needs and context.target is None:
-        raise Inconclusive("needs the target's config.json: --draft-target=DIR")
+        raise Inconclusive("needs the target's config.json: --draft-target=DIR", "target")
+    if "serving" in item.needs and not context.serve:
+        raise Inconclusive(
+            'needs the options that the server is started with: --draft-serve="algorithm=EAGLE3 num-steps=3"', "serving"
+        )
     if "gpu" in item.needs and context.device == "cpu":
-        raise Inconclusive("needs a GPU: --draft-device=cuda")
+        raise Inconclusive("needs a GPU: --draft-device=cuda", "gpu")
 
 
 def _only_config(item: Check, context: Context) -> bool:

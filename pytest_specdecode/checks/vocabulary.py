@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check
+from pytest_specdecode.errors import CheckpointError
 from pytest_specdecode.findings import Finding
 
 _MAP_FIX = "save d2t with the draft: for each draft id, its target id minus the draft id"
@@ -19,6 +20,11 @@ _MAP_FIX = "save d2t with the draft: for each draft id, its target id minus the 
     title="the draft's vocabulary is no larger than the target's, the embedding has one row per target id",
     why="Ids beyond a table read other memory, or stop the server in the first batch.",
     needs=("config", "headers"),
+    faults=(
+        "tensor-missing",
+        "embedding-missing",
+        "tensor-shape",
+    ),
 )
 def sizes(context: Context) -> Iterator[Finding]:
     """Vd against V, and rows of the embedding."""
@@ -40,6 +46,7 @@ def sizes(context: Context) -> Iterator[Finding]:
     title="tie_word_embeddings is not true beside a reduced vocabulary",
     why="A tied head has the target's rows, so the draft's own ids are read from the wrong ones.",
     needs=("config",),
+    faults=("tied-reduced",),
 )
 def tied_embeddings(context: Context) -> Iterator[Finding]:
     """A tied head with fewer rows, and a tied head that is stored all the same."""
@@ -70,6 +77,11 @@ def tied_embeddings(context: Context) -> Iterator[Finding]:
     title="lm_head has one row per draft id and is stored where the draft declares its vocabulary",
     why="Where it is declared and absent, an engine drafts with uninitialised memory: accepted length 1.00, no error.",
     needs=("config", "headers"),
+    faults=(
+        "lm-head-missing",
+        "tensor-missing",
+        "tensor-shape",
+    ),
 )
 def lm_head(context: Context) -> Iterator[Finding]:
     """The head's presence and rows."""
@@ -81,6 +93,13 @@ def lm_head(context: Context) -> Iterator[Finding]:
     title="d2t is there for a reduced vocabulary and maps draft ids to target ids by offset",
     why="Without the map, or with ids in place of offsets, the draft proposes other words than it means.",
     needs=("headers",),
+    faults=(
+        "d2t-missing",
+        "d2t-absolute",
+        "d2t-out-of-range",
+        "d2t-zero",
+        "tensor-shape",
+    ),
 )
 def d2t(context: Context) -> Iterator[Finding]:
     """Presence, type, length, then values."""
@@ -112,6 +131,11 @@ def d2t(context: Context) -> Iterator[Finding]:
     title="t2d is a bool per target id, set exactly at the images of d2t",
     why="Training code masks the loss with it; where it and d2t differ, one of them is another draft's.",
     needs=("headers",),
+    faults=(
+        "t2d-wrong",
+        "tensor-shape",
+        "tensor-missing",
+    ),
 )
 def t2d(context: Context) -> Iterator[Finding]:
     """Type, length, then the set bits against d2t's images."""
@@ -139,6 +163,68 @@ def t2d(context: Context) -> Iterator[Finding]:
             fix="save both maps from the same draft",
             fault="t2d-wrong",
         )
+
+
+@check(
+    "vocabulary.common-tokens",
+    title="the map holds the target's end of text and its commonest tokens",
+    why="A draft that cannot say a token never proposes it; without the end of text it drafts past every answer.",
+    severity="warning",
+    needs=("headers", "target"),
+    example="a d2t whose images leave out the eos_token_id of the target's generation_config.json",
+    fix="choose the draft's ids by their count in the target's own answers, with the end of text and special tokens among them",
+)
+def common_tokens(context: Context) -> Iterator[Finding]:
+    """The ids that the draft can say against those that nearly every text holds."""
+    said = _said(context)
+    target = context.target
+    assert target is not None, "the check needs a target"
+    try:
+        ends, tokenizer = target.eos_ids, target.tokenizer
+    except CheckpointError as error:
+        raise Inconclusive(f"the target's tokenizer cannot be read: {error}") from None
+    common = {} if tokenizer is None else tokenizer.common
+    findings = []
+    if ends and not said & set(ends):
+        findings.append(
+            context.warn(
+                "the draft cannot say the end of text",
+                where=context.draft.stored_name(_map_name(context)),
+                got=f"none of {', '.join(map(str, ends))}",
+                due="at least one of the target's eos ids",
+            )
+        )
+    absent = {meaning: id for meaning, id in common.items() if id not in said}
+    if absent:
+        findings.append(
+            context.warn(
+                f"the draft cannot say {', '.join(map(repr, absent))}",
+                where=context.draft.stored_name(_map_name(context)),
+                got=absent,
+                due="ids that nearly every text holds",
+            )
+        )
+    yield from findings
+    if not findings and not common:
+        raise Inconclusive("the target's tokenizer.json is not beside its config.json", "target")
+
+
+def _map_name(context: Context) -> str:
+    return "token_map" if context.draft.header("token_map") is not None else "d2t"
+
+
+def _said(context: Context) -> set[int]:
+    """The target ids that the draft can say."""
+    name = _map_name(context)
+    header = context.draft.header(name)
+    if header is None:
+        if context.spec.vocabulary.is_reduced:
+            raise Inconclusive("there is no map to read; see vocabulary.d2t")
+        raise Skip("the draft speaks the target's whole vocabulary")
+    if not header.dtype.startswith("int") or len(header.shape) != 1:
+        raise Inconclusive("the map cannot be read; see vocabulary.d2t")
+    stored = context.draft.checkpoint.integers(header.name)
+    return set(stored) if name == "token_map" else {index + offset for index, offset in enumerate(stored)}
 
 
 def _token_map(context: Context, vocab_size: int) -> Iterator[Finding]:
@@ -243,12 +329,13 @@ def _owned(context: Context, name: str, meaning: str, fix: str = "") -> Iterator
     header = draft.header(name)
     if header is None:
         if expected.need == "required" and draft.checkpoint.has_weights:
+            stored = draft.stored_name(name)
             yield context.fail(
-                f"{name} is not in the weights",
-                where=name,
+                f"{stored} is not in the weights",
+                where=stored,
                 got="absent",
                 due=list(expected.shape),
-                fix=fix or f"export {name} with the draft",
+                fix=fix or f"export {stored} with the draft",
                 fault=expected.fault,
             )
         return
@@ -260,7 +347,7 @@ def _owned(context: Context, name: str, meaning: str, fix: str = "") -> Iterator
     )
     if not fits:
         yield context.fail(
-            f"{name} has another shape than the configuration says: {meaning}",
+            f"{header.name} has another shape than the configuration says: {meaning}",
             where=f"{header.file}: {header.name}",
             got=list(header.shape if shape is None else shape),
             due=list(expected.shape),

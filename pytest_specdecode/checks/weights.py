@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from pytest_specdecode.checks.keys import layer_key
 from pytest_specdecode.checks.registry import Context, check, is_quantised
 from pytest_specdecode.checks.scan import TensorStats, scan
 from pytest_specdecode.families import Binding, ExpectedTensor
@@ -22,27 +23,39 @@ _HARMLESS = re.compile(r"(^|\.)(rotary_emb\.\w+|inv_freq|cos_cached|sin_cached|p
     title="every tensor that the configuration calls for is in the file",
     why="Engines do not notice a missing tensor: the parameter keeps what memory held.",
     needs=("headers",),
+    faults=(
+        "tensor-missing",
+        "bias-missing",
+        "confidence-missing",
+        "embedding-missing",
+        "fc-missing",
+        "lm-head-missing",
+        "markov-missing",
+        "mask-hidden-missing",
+    ),
 )
 def missing(context: Context) -> Iterator[Finding]:
     """Required tensors that no check of their own answers for, one finding per kind of outcome."""
     binding = _binding(context)
-    # Inside a target a layer's number is not the one in its names.
-    embedded = context.spec.packaging == "embedded"
+    draft = context.draft
     by_fault: dict[str, list[ExpectedTensor]] = {}
     for tensor in binding.missing:
         if tensor.check == "weights.missing" and tensor.name != "embed_tokens.weight":
             by_fault.setdefault(tensor.fault, []).append(tensor)
     for fault, tensors in by_fault.items():
-        names = [context.draft.stored_name(tensor.name) for tensor in tensors]
+        shown = {draft.stored_name(tensor.name): list(tensor.shape) for tensor in tensors[:12]}
+        first = next(iter(shown))
         beside = [binding.stored[name] for tensor in tensors for name in binding.storage.orphans.get(tensor.name, ())]
-        layers = sorted({tensor.layer for tensor in tensors if tensor.layer is not None})
+        # Inside a target a layer's number says less than a name.
+        embedded = context.spec.packaging == "embedded"
+        layers = sorted({draft.stored_layer(tensor.layer) for tensor in tensors if tensor.layer is not None})
         yield context.fail(
-            f"{names[0]} is not in the weights"
-            if len(names) == 1
-            else f"{len(names)} tensors are not in the weights, first {names[0]}",
-            where=f"layers {', '.join(map(str, layers))}" if layers and not embedded else names[0],
+            f"{first} is not in the weights"
+            if len(tensors) == 1
+            else f"{len(tensors)} tensors are not in the weights, first {first}",
+            where=f"layers {', '.join(map(str, layers))}" if layers and not embedded else first,
             got="absent" if not beside else f"absent; stored beside it: {', '.join(beside[:6])}",
-            due={name: list(tensor.shape) for name, tensor in list(zip(names, tensors, strict=True))[:12]},
+            due=shown,
             fix="export the whole draft; if the tensor goes by another name, rename it",
             fault=fault,
         )
@@ -70,6 +83,7 @@ def missing(context: Context) -> Iterator[Finding]:
     title="no tensor is in the file that engines drop in silence",
     why="A tensor that nothing reads is a trained part of the draft that is not served.",
     needs=("headers",),
+    faults=("tensor-unexpected",),
 )
 def unexpected(context: Context) -> Iterator[Finding]:
     """Tensors no expected name accounts for; leftovers of training are a warning."""
@@ -84,10 +98,10 @@ def unexpected(context: Context) -> Iterator[Finding]:
     ]
     if barred:
         yield context.fail(
-            f"{barred[0].name} has no place in this draft: {barred[0].reason}"
+            f"{binding.stored[barred[0].name]} has no place in this draft: {barred[0].reason}"
             + (f"; {len(barred) - 1} more have none" if len(barred) > 1 else ""),
-            where=barred[0].name,
-            got=[tensor.name for tensor in barred],
+            where=binding.stored[barred[0].name],
+            got=[binding.stored[tensor.name] for tensor in barred],
             due="absent",
             fix="correct the configuration, or leave the tensor out",
             fault="tensor-unexpected",
@@ -105,12 +119,12 @@ def unexpected(context: Context) -> Iterator[Finding]:
         )
     apart = [tensor for tensor in binding.expected.values() if _differs(context, tensor)]
     if apart:
-        first = apart[0]
+        first, other = binding.stored[apart[0].name], binding.stored[apart[0].same_as or ""]
         yield context.fail(
-            f"{first.name} and {first.same_as} are one tensor by the configuration, and the file holds two different ones"
+            f"{first} and {other} are one tensor by the configuration, and the file holds two different ones"
             + (f"; {len(apart) - 1} more are stored so" if len(apart) > 1 else ""),
-            where=first.name,
-            got=[tensor.name for tensor in apart],
+            where=first,
+            got=[binding.stored[tensor.name] for tensor in apart],
             due="absent, or a copy",
             fix="clear the flag that ties them, or export the tensor that is served",
             fault="tensor-unexpected",
@@ -137,6 +151,7 @@ def unexpected(context: Context) -> Iterator[Finding]:
     title="every shape is what the configuration says",
     why="A shape that differs stops one engine and is cut or padded by another.",
     needs=("headers",),
+    faults=("tensor-shape",),
 )
 def shapes(context: Context) -> Iterator[Finding]:
     """All wrong shapes in one finding; the vocabulary's tensors and fc's width have checks of their own.
@@ -154,7 +169,7 @@ def shapes(context: Context) -> Iterator[Finding]:
         # Where a family's own sheet states the packed shape, that is what the header is held against.
         shape = header.shape if tensor.kind == "int" else context.draft.shape(name)
         if tensor.need != "never" and shape is not None and not _fits(shape, due):
-            wrong[context.draft.stored_name(name) if context.spec.packaging == "embedded" else name] = (shape, due)
+            wrong[header.name] = (shape, due)
     if wrong:
         first = next(iter(wrong))
         got, due = wrong[first]
@@ -173,13 +188,20 @@ def shapes(context: Context) -> Iterator[Finding]:
     title="bias tensors are there exactly where a flag says",
     why="A bias that the configuration does not announce is dropped; one that it announces and the file lacks is not zero.",
     needs=("config", "headers"),
+    faults=(
+        "bias-dropped",
+        "bias-missing",
+    ),
 )
 def biases(context: Context) -> Iterator[Finding]:
     """Biases against their flags, and a flag that an engine does not read."""
     binding = _binding(context)
     owned = [tensor for tensor in binding.expected.values() if tensor.check == "weights.biases"]
-    extra = [tensor.name for tensor in owned if tensor.need == "never" and tensor.name in binding.stored]
-    lacking = [tensor.name for tensor in owned if tensor.need == "required" and tensor.name not in binding.stored]
+    extra = [
+        binding.stored[tensor.name] for tensor in owned if tensor.need == "never" and tensor.name in binding.stored
+    ]
+    absent = [tensor.name for tensor in owned if tensor.need == "required" and tensor.name not in binding.stored]
+    lacking = [context.draft.stored_name(name) for name in absent[:12]]
     if extra:
         yield context.fail(
             f"{len(extra)} bias{'' if len(extra) == 1 else 'es'} without a flag, first {extra[0]}",
@@ -191,18 +213,18 @@ def biases(context: Context) -> Iterator[Finding]:
         )
     if lacking and context.draft.checkpoint.has_weights:
         yield context.fail(
-            f"{len(lacking)} announced bias{' is' if len(lacking) == 1 else 'es are'} not in the weights, "
+            f"{len(absent)} announced bias{' is' if len(absent) == 1 else 'es are'} not in the weights, "
             f"first {lacking[0]}",
             where=lacking[0],
             got="absent",
-            due=lacking[:12],
+            due=lacking,
             fix="clear the flag, or export the biases",
             fault="bias-missing",
         )
     if context.spec.family == "eagle3-mla" and context.draft.checkpoint.config.get("attention_bias"):
         yield context.warn(
             "attention_bias is true; a latent EAGLE3 layer has no biases in any engine",
-            where="config.json: attention_bias",
+            where=f"config.json: {layer_key(context, 'attention_bias')}",
             got=True,
             due=False,
             fault="bias-dropped",
@@ -212,7 +234,7 @@ def biases(context: Context) -> Iterator[Finding]:
     ):
         yield context.warn(
             "attention_bias is true; SGLang's EAGLE3 layer has no q, k and v bias and drops theirs",
-            where="config.json: attention_bias",
+            where=f"config.json: {layer_key(context, 'attention_bias')}",
             got=True,
             due=False,
             fault="bias-dropped",
@@ -225,6 +247,11 @@ def biases(context: Context) -> Iterator[Finding]:
     why="SGLang's latent EAGLE3 loader holds both down projections back until their names fit, and drops them in silence.",
     needs=("headers",),
     families=("eagle3", "eagle3-mla"),
+    faults=(
+        "name-prefixed",
+        "name-joined",
+        "tensor-unexpected",
+    ),
 )
 def names(context: Context) -> Iterator[Finding]:
     """A `model.` prefix, down projections stored joined, legacy names of the tap norms."""
@@ -281,23 +308,23 @@ def dtypes(context: Context) -> Iterator[Finding]:
             and header.is_float
             and not tensor.check.startswith("vocabulary.")
         ):
-            floats.append(name)
+            floats.append(header.name)
         if header is None or tensor.kind != "float" or tensor.dtype == header.dtype:
             continue
         form = binding.storage.forms.get(name)
         if form is not None and form.kind != "plain":
             continue
         if header.is_float:
-            found.setdefault(header.dtype, []).append(name)
+            found.setdefault(header.dtype, []).append(header.name)
         else:
-            wrong.append(name)
+            wrong.append(header.name)
     yield from _quantised_dtypes(context, binding.storage)
     quantised = is_quantised(context)
     if wrong and not quantised:
         yield context.fail(
             f"{wrong[0]} is stored as integers",
             where=wrong[0],
-            got={name: context.draft.header(name).dtype for name in wrong[:12]},  # type: ignore[union-attr]
+            got={name: context.draft.checkpoint.tensors[name].dtype for name in wrong[:12]},
             due="a floating-point dtype",
         )
     plain = {dtype: names for dtype, names in found.items() if dtype in PLAIN_FLOATS or not quantised}
@@ -305,7 +332,7 @@ def dtypes(context: Context) -> Iterator[Finding]:
         yield context.fail(
             f"{floats[0]} holds token ids or packed weights and is stored as floats",
             where=floats[0],
-            got={name: context.draft.header(name).dtype for name in floats[:12]},  # type: ignore[union-attr]
+            got={name: context.draft.checkpoint.tensors[name].dtype for name in floats[:12]},
             due="an integer dtype",
         )
     if len(plain) > 1:
@@ -333,10 +360,11 @@ def dtypes(context: Context) -> Iterator[Finding]:
     title="no NaN and no infinity in any tensor that is read",
     why="One NaN spreads through every head that reads it; libraries initialise what they did not copy with NaN.",
     needs=("headers", "tensors"),
+    faults=("nan",),
 )
 def finite(context: Context) -> Iterator[Finding]:
     """All tensors with non-finite values in one finding."""
-    bad = {name: stats.nonfinite for name, stats in scan(context.draft).items() if stats.nonfinite}
+    bad = {stats.header.name: stats.nonfinite for stats in scan(context.draft).values() if stats.nonfinite}
     if bad:
         first = next(iter(bad))
         yield context.fail(
@@ -355,6 +383,7 @@ def finite(context: Context) -> Iterator[Finding]:
     title="no tensor is all zero or constant, and nothing looks untrained",
     why="A head or a projection that training never filled loads like any other.",
     needs=("headers", "tensors"),
+    faults=("degenerate",),
 )
 def degenerate(context: Context) -> Iterator[Finding]:
     """Constant matrices, norms that are all zero, norms all one beside fresh matrices, heads that look random."""
@@ -367,10 +396,10 @@ def degenerate(context: Context) -> Iterator[Finding]:
     flat += [name for name, item in vectors.items() if item.is_constant and item.minimum == dead and _is_norm(name)]
     if flat:
         yield context.fail(
-            f"{flat[0]} is {_constant(stats[flat[0]])}"
+            f"{stats[flat[0]].header.name} is {_constant(stats[flat[0]])}"
             + (f"; {len(flat) - 1} more are constant" if len(flat) > 1 else ""),
-            where=flat[0],
-            got={name: stats[name].minimum for name in flat[:12]},
+            where=stats[flat[0]].header.name,
+            got={stats[name].header.name: stats[name].minimum for name in flat[:12]},
             due="trained values",
             fix="export the tensor; zeros are what a missing copy leaves",
             fault="degenerate",
@@ -387,7 +416,7 @@ def degenerate(context: Context) -> Iterator[Finding]:
         yield context.warn(
             f"every norm is exactly {'one' if dead == 0 else 'zero'} and most matrices have their initial deviation: "
             "the draft looks untrained",
-            where=at_init[0],
+            where=stats[at_init[0]].header.name,
             got={"norms": dead + 1.0, "deviation": round(matrices[at_init[0]].std, 5)},
             due="trained values",
             fault="degenerate",
@@ -399,8 +428,8 @@ def degenerate(context: Context) -> Iterator[Finding]:
         # Rows of n independent normal entries have norms that spread by 1 / sqrt(2 n); trained rows spread far more.
         if item.row_norm_spread < 2 / math.sqrt(2 * item.header.shape[1]):
             yield context.warn(
-                f"{name} looks random: its rows are all of one length, at the initial deviation",
-                where=name,
+                f"{item.header.name} looks random: its rows are all of one length, at the initial deviation",
+                where=item.header.name,
                 got={"deviation": round(item.std, 5), "spread of row norms": round(item.row_norm_spread, 5)},
                 due="rows of a trained table",
                 fault="degenerate",
@@ -441,12 +470,8 @@ def _quantised_dtypes(context: Context, storage: Storage) -> Iterator[Finding]:
             return True
         return tensor.dtype == headers[name].dtype or f"{name.removesuffix('weight')}scale" in absent
 
-    # A packed weight's name says more than the one it stands for; inside a target its layer's number is not the draft's.
     odd = {
-        headers[name].name if form.holder != name or context.spec.packaging == "embedded" else name: (
-            form,
-            headers[name],
-        )
+        headers[name].name: (form, headers[name])
         for name, form in storage.forms.items()
         if form.kind != "plain" and not known(name, form)
     }

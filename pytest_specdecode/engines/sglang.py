@@ -5,7 +5,11 @@ Read from the wheel `sglang` 0.5.23 and from the project's issues and pull reque
 
 from __future__ import annotations
 
-from pytest_specdecode.engines.base import Engine, falls_back, fine, serves_wrong, stops
+from pytest_specdecode.engines.base import Engine, Known, falls_back, fine, serves_wrong, stops
+from pytest_specdecode.engines.hf_config import THETA_DEFAULTS
+from pytest_specdecode.engines.sglang_fused_path import why_not_fused
+from pytest_specdecode.engines.sglang_reads import IGNORES, READS, captures
+from pytest_specdecode.engines.sglang_serving import SERVING
 from pytest_specdecode.findings import Outcome
 from pytest_specdecode.spec import DraftSpec
 
@@ -13,11 +17,72 @@ _K25 = "srt/models/kimi_k25_eagle3.py"
 _FKV = "kernels/ops/speculative/fused_kv_materialize.py"
 _WORKER = "srt/speculative/dflash_worker_v2.py"
 _DFLASH = "srt/speculative/dflash_utils.py"
+_DRAFT = "srt/models/dflash.py"
+_DSPARK = "srt/models/dspark.py"
+_LLAMA = "srt/models/llama_eagle3.py"
+_DSPARK_CONFIG = "srt/speculative/dspark_components/dspark_config.py"
+_HOOK = "srt/arg_groups/speculative_hook.py"
+_AUX = "srt/model_executor/model_runner_components/spec_aux_hidden_state.py"
+_DSPARK_LABELS = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel", "DSparkMiniMaxDraftModel")
 _FALLBACK = "DFLASH fused KV initialization failed, falling back to sequential path"
 
 
-def _is_dflash(spec: DraftSpec) -> bool:
-    return spec.family == "dflash"
+def _drafts_blocks(spec: DraftSpec) -> bool:
+    """Whether the draft is of the classes that use the target's embedding and head and read no maps."""
+    return spec.family in ("dflash", "dflash2", "domino", "dspark")
+
+
+def _no_map(otherwise: Outcome) -> Known:
+    """`otherwise` for drafts whose map is read."""
+    return lambda spec: (
+        fine("reads no map: the target's whole head drafts", _DRAFT) if _drafts_blocks(spec) else otherwise
+    )
+
+
+def _by_family(blocks: Outcome, dspark: Outcome) -> Known:
+    return lambda spec: dspark if spec.family == "dspark" else blocks
+
+
+def _d2t_missing(spec: DraftSpec) -> Outcome:
+    if spec.family == "dspark":
+        return stops("the loader's shape assertion: markov_w2 is built with vocab_size rows", _DSPARK)
+    if _drafts_blocks(spec):
+        return fine("reads no map: the target's whole head drafts", _DRAFT)
+    return serves_wrong("takes draft ids for target ids", _K25)
+
+
+def _tied_reduced(spec: DraftSpec) -> Outcome:
+    if _drafts_blocks(spec):
+        return fine("uses the target's head", _DRAFT)
+    return serves_wrong("takes the whole embedding as the head of a reduced vocabulary", "SpecForge PR 140")
+
+
+def _head_missing(spec: DraftSpec) -> Outcome:
+    if _drafts_blocks(spec):
+        return fine("uses the target's head", _DRAFT)
+    if spec.family == "eagle1":
+        return fine("uses the target's head, and passes over one in the file", "srt/models/llama_eagle.py")
+    if spec.vocabulary.draft_vocab_size is None:
+        return fine("takes the target's head where draft_vocab_size is null", _LLAMA)
+    return serves_wrong("drafts with an uninitialised head: accepted length 1.00, no error", "issue 27829")
+
+
+def _embedding_missing(spec: DraftSpec) -> Outcome:
+    if _drafts_blocks(spec):
+        return fine("uses the target's embedding", _DRAFT)
+    if spec.family not in ("eagle1", "eagle3", "eagle3-mla"):
+        return Outcome(outcome="unknown")
+    if spec.target_hidden_size == spec.hidden_size:
+        return fine("uses the target's embedding", _K25)
+    return serves_wrong("keeps its own where the target is of another width: it stays uninitialised", _K25)
+
+
+def _dspark_label(spec: DraftSpec) -> Outcome:
+    if not spec.architectures:
+        return Outcome(outcome="unknown")
+    if spec.packaging == "embedded" or spec.architectures[0] in _DSPARK_LABELS:
+        return fine("has a class for the label", _DSPARK)
+    return stops(f"has no class for {spec.architectures[0]}", "srt/models")
 
 
 def _missing_tensor(spec: DraftSpec) -> Outcome:
@@ -27,48 +92,63 @@ def _missing_tensor(spec: DraftSpec) -> Outcome:
 def _unexpected(spec: DraftSpec) -> Outcome:
     if spec.family == "eagle3-mla":
         return serves_wrong("drops it with the warning `Eagle3 MLA: skipping unexpected weight <name>`", _K25)
-    return serves_wrong("drops it without a word", "srt/models/llama_eagle3.py, dflash.py")
+    return serves_wrong("drops it without a word", f"{_LLAMA}, {_DRAFT}")
 
 
 def _layer_count(spec: DraftSpec) -> Outcome:
     if spec.family == "eagle3-mla":
         return stops("EAGLE3 currently only supports 1 layer", _K25)
-    return serves_wrong("layers that the file lacks stay uninitialised", "srt/models/llama_eagle3.py")
+    return serves_wrong("layers that the file lacks stay uninitialised", _LLAMA)
 
 
 def _fc_width(spec: DraftSpec) -> Outcome:
-    if _is_dflash(spec):
-        return stops("DFLASH fc.weight shape mismatch", "srt/models/dflash.py")
-    return stops("the loader's shape assertion", "srt/models/llama_eagle3.py")
+    if _drafts_blocks(spec):
+        return stops("DFLASH fc.weight shape mismatch", _DRAFT)
+    return stops("the loader's shape assertion", _LLAMA)
 
 
 def _theta_missing(spec: DraftSpec) -> Outcome:
-    return serves_wrong("takes rope_theta 10000", "transformers' configuration classes")
+    theta = THETA_DEFAULTS.get(spec.model_type or "", 10_000)
+    return serves_wrong(f"takes rope_theta {theta:.0f}", "transformers' configuration classes")
 
 
 def _taps_missing(spec: DraftSpec) -> Outcome:
-    depth = spec.taps.num_target_layers
-    if _is_dflash(spec):
-        count = len(spec.layers)
-        guess = f": {dflash_guess(count, depth)}" if depth and count else ""
-        return serves_wrong(f"guesses evenly spaced taps{guess}", "issue 37475")
-    guess = f" = [2, {depth // 2}, {depth - 3}]" if depth else ""
+    if _drafts_blocks(spec):
+        return serves_wrong("guesses evenly spaced taps", "issue 37475")
     return Outcome(
-        outcome="unknown", message=f"captures the default [2, N // 2, N - 3]{guess}, right only if it was trained so"
+        outcome="unknown",
+        message="captures the default [2, N // 2, N - 3], right only if it was trained so",
+        source=_AUX,
     )
 
 
-def dflash_guess(count: int, depth: int) -> list[int]:
-    """The taps that readers assume for `count` draft layers and `depth` target layers where a file states none."""
-    if count == 1:
-        return [depth // 2]
-    return [round(1 + index * (depth - 4) / (count - 1)) for index in range(count)]
+def _taps_top_only(spec: DraftSpec) -> Outcome:
+    if _drafts_blocks(spec):
+        return fine("reads both places", _DFLASH)
+    return serves_wrong("captures the default [2, N // 2, N - 3] instead: only eagle_config is read", _AUX)
+
+
+def _dflash2_keys(spec: DraftSpec) -> Outcome:
+    if getattr(spec.options, "selector_rank", None) is None:
+        return stops("DFlash selector draft requires dflash_config.selector_rank.", _DRAFT)
+    return serves_wrong("builds no convolutions and drops their tensors", _DRAFT)
+
+
+def _taps_range(spec: DraftSpec) -> Outcome:
+    if _drafts_blocks(spec):
+        return stops("DFLASH target_layer_ids contains an out-of-range layer id", _DFLASH)
+    return stops("a state past the last layer is not captured: features of another width than fc takes", "PR 32334")
 
 
 ENGINE = Engine(
     name="sglang",
     title="SGLang",
     version="0.5.23",
+    reads=READS,
+    ignores=IGNORES,
+    fused_path=why_not_fused,
+    captures=captures,
+    serving=SERVING,
     known={
         "architecture-plain-llama": stops(
             "LlamaForCausalLM is no draft class here; users rewrite the field to LlamaForCausalLMEagle3", "PR 33966"
@@ -79,16 +159,13 @@ ENGINE = Engine(
             "DeepSeek-V3's configuration class fills in 1536; a bare one stops with an AttributeError", _K25
         ),
         "mla-field-missing": serves_wrong("the configuration class fills in its default", _K25),
-        "lm-head-missing": serves_wrong(
-            "drafts with an uninitialised head: accepted length 1.00, no error", "issue 27829"
-        ),
-        "tied-reduced": serves_wrong(
-            "takes the whole embedding as the head of a reduced vocabulary", "SpecForge PR 140"
-        ),
-        "d2t-missing": serves_wrong("takes draft ids for target ids", _K25),
-        "d2t-absolute": serves_wrong("adds the index once more: every id is shifted, none is checked", _K25),
-        "d2t-out-of-range": serves_wrong("reads rows past the vocabulary; no range test", _K25),
-        "d2t-zero": serves_wrong("drafts from the first ids of the vocabulary only", _K25),
+        "lm-head-missing": _head_missing,
+        "embedding-missing": _embedding_missing,
+        "tied-reduced": _tied_reduced,
+        "d2t-missing": _d2t_missing,
+        "d2t-absolute": _no_map(serves_wrong("adds the index once more: every id is shifted, none is checked", _K25)),
+        "d2t-out-of-range": _no_map(serves_wrong("reads rows past the vocabulary; no range test", _K25)),
+        "d2t-zero": _no_map(serves_wrong("drafts from the first ids of the vocabulary only", _K25)),
         "t2d-wrong": fine("does not read t2d", _K25),
         "tensor-missing": _missing_tensor,
         "fc-missing": _missing_tensor,
@@ -101,27 +178,93 @@ ENGINE = Engine(
         "tensor-shape": stops("the loader's shape assertion", "srt/model_loader"),
         "fc-width": _fc_width,
         "fc-skipped": serves_wrong("takes a state of the embedding's width for a recycled one and skips fc", _K25),
-        "bias-dropped": serves_wrong("builds no bias and drops the tensor", "srt/models/llama_eagle3.py"),
-        "bias-missing": serves_wrong("the bias stays uninitialised", "srt/models/dflash.py"),
-        "nan": serves_wrong("NaN spreads through every head that reads the tensor"),
-        "degenerate": serves_wrong("serves what the tensor gives"),
+        "bias-dropped": serves_wrong("builds no bias and drops the tensor", _LLAMA),
+        "bias-missing": serves_wrong("the bias stays uninitialised", _DRAFT),
+        "nan": serves_wrong("NaN spreads through every head that reads the tensor", "arithmetic"),
+        "degenerate": serves_wrong("serves what the tensor gives", "arithmetic"),
         "taps-missing": _taps_missing,
-        "taps-miscounted": stops(
-            "the loader's shape assertion: fc is built for num_aux_hidden_states taps", "srt/models/llama_eagle3.py"
+        "taps-miscounted": stops("the loader's shape assertion: fc is built for num_aux_hidden_states taps", _LLAMA),
+        "taps-range": _taps_range,
+        "taps-unordered": serves_wrong(
+            "captures in the order of the layers, so fc reads permuted features", "srt/models/llama.py"
         ),
-        "taps-range": stops("DFLASH target_layer_ids contains an out-of-range layer id", _DFLASH),
-        "taps-places-differ": serves_wrong("reads eagle_config only", "srt/model_executor/spec_aux_hidden_state.py"),
-        "taps-nested-only": fine("reads eagle_config", "srt/model_executor/spec_aux_hidden_state.py"),
-        "taps-top-only": serves_wrong(
-            "captures the default [2, N // 2, N - 3] instead: only eagle_config is read",
-            "srt/model_executor/spec_aux_hidden_state.py",
-        ),
+        "taps-places-differ": serves_wrong("reads eagle_config only", _AUX),
+        "taps-nested-only": fine("reads eagle_config", _AUX),
+        "taps-top-only": _taps_top_only,
         "theta-missing": _theta_missing,
-        "theta-disagrees": serves_wrong("reads rope_parameters first, then the flat key", _K25),
-        "mask-token-missing": serves_wrong("asks the tokenizer for <|MASK|>, adds it where it is absent", _WORKER),
-        "mask-token-range": stops("DFLASH mask_token_id is outside the target vocab size", _WORKER),
-        "block-size-missing": falls_back("takes 16 with a warning", "srt/arg_groups/speculative_hook.py"),
+        "theta-disagrees": serves_wrong(
+            "reads rope_scaling first, else rope_parameters, then the flat key",
+            "transformers' configuration classes, modeling_rope_utils.py",
+        ),
+        "mask-token-missing": _by_family(
+            serves_wrong("asks the tokenizer for <|MASK|>, adds it where it is absent", _WORKER),
+            stops("DSpark requires mask_token_id to be set in the draft model config.", _DSPARK_CONFIG),
+        ),
+        "mask-token-conflict": stops(
+            "DFLASH config mismatch: mask_token_id conflicts with the tokenizer's id for the mask token", _WORKER
+        ),
+        "target-hidden-size": lambda spec: (
+            stops("DFLASH target_hidden feature dim mismatch", _DRAFT)
+            if _drafts_blocks(spec)
+            else stops("the first pass: features of another width than fc takes", "issue 32226")
+        ),
+        "target-depth": falls_back(
+            "warns, and counts the taps by the layers of the target that runs", "srt/model_executor/model_runner.py"
+        ),
+        "target-rotated": Outcome(
+            outcome="unknown",
+            message="hands the draft the states as they are; one trained on plain states accepts nothing",
+            source="PR 35629, vllm-ascend PR 12886",
+        ),
+        "target-quantised": Outcome(
+            outcome="unknown",
+            message="hands the draft the states as they are; an unquantised draft beside a W8A8 target accepted nothing",
+            source="PR 35629",
+        ),
+        "mask-token-range": _by_family(
+            stops("DFLASH mask_token_id is outside the target vocab size", _WORKER),
+            stops("DSpark mask_token_id is outside the target vocab size", _DSPARK_CONFIG),
+        ),
+        "mask-hidden-missing": stops("has no class for heads that draft in parallel", "srt/models"),
+        "parallel-mask-token-missing": stops("has no class for heads that draft in parallel", "srt/models"),
+        "block-size-missing": _by_family(
+            falls_back("takes 16 with a warning", _HOOK), falls_back("takes 7 with a warning", _HOOK)
+        ),
+        "block-size-nested-only": fine("reads dflash_config first", _DFLASH),
         "block-size-disagrees": serves_wrong("dflash_config wins over the top level", _DFLASH),
+        "tokens-exceed-block": serves_wrong(
+            "warns of a `DFLASH block size mismatch` and drafts rows that no one trained", _WORKER
+        ),
+        "layer-types-length": stops("DFLASH config.layer_types must contain one entry per draft layer", _DRAFT),
+        "layer-type-unknown": stops("Unsupported DFLASH draft layer type", _DRAFT),
+        "window-missing": stops("DFLASH sliding_attention layers require config.sliding_window.", _DFLASH),
+        "layer-types-mixed": fine("keeps a window per layer", _DRAFT),
+        "causality-unstated": Outcome(
+            outcome="unknown",
+            message="takes sliding layers for causal, full ones for two-sided; PR 34524 reports both readings",
+            source=f"{_DRAFT}; PR 34524",
+        ),
+        "dflash2-half-pair": stops(
+            "wants conv_kernel_size beside conv_group_size, selector_rank beside selector_top_k: ValueError", _DFLASH
+        ),
+        "dflash2-keys-missing": _dflash2_keys,
+        "domino-keys": stops(
+            "wants gru_hidden_dim and emb_dim, the same in dflash_config and at top level: ValueError", _DFLASH
+        ),
+        "domino-prefix": stops("wants pure_draft_prefix_len 1: ValueError", _DFLASH),
+        "laguna-draft-vocab": stops("wants draft_vocab_size, the same as vocab_size", _DRAFT),
+        "output-multiplier": stops("DFLASH output_multiplier must be positive.", _DFLASH),
+        "dflare-unserved": stops("has no class for DFlare", "srt/models"),
+        "dspark-speculators": stops(
+            "refuses speculators_model_type dspark, whose slots are counted from one further on: ValueError", _DSPARK
+        ),
+        "dspark-keys-nested": stops("DSpark requires markov_rank > 0: the heads are built from the top level", _DSPARK),
+        "dspark-label": _dspark_label,
+        "markov-rank-zero": stops("wants markov_rank above 0", _DSPARK),
+        "markov-prefix": serves_wrong("does not find the head and drafts without it", "PR 29917"),
+        "confidence-missing": fine(
+            "builds the head only where SGLANG_RAGGED_VERIFY_MODE is not static, and then refuses the file", _DSPARK
+        ),
         "fused-kv-num-kv-heads": falls_back(_FALLBACK, _WORKER),
         "fused-kv-head-dim": falls_back(_FALLBACK, _WORKER),
         "fused-kv-rotary-dim": falls_back(_FALLBACK, _WORKER),

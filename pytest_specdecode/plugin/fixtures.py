@@ -146,9 +146,9 @@ def make_fused_kv(
 def draft_target(request: pytest.FixtureRequest) -> Mapping[str, Any]:
     """The configuration of the target that --draft-target names, as parsed; skipped, with the reason, where none is given."""
     settings = request.config.stash[SETTINGS]
-    if settings.target_config is None:
+    if settings.target_model is None:
         _absent("target", NO_TARGET, settings)
-    return settings.target_config
+    return settings.target_model.config
 
 
 @pytest.fixture(scope="session")
@@ -169,7 +169,9 @@ def draft_context(request: pytest.FixtureRequest, draft: Draft) -> Context:
     from pytest_specdecode import api
 
     settings = request.config.stash[SETTINGS]
-    return api.context_of(draft, target=settings.target, engines=settings.engines, device=settings.device)
+    return api.context_of(
+        draft, target=settings.target, engines=settings.engines, serve=settings.serve, device=settings.device
+    )
 
 
 @pytest.fixture(scope="session")

@@ -12,17 +12,21 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from pytest_specdecode.checks import Check
+    from pytest_specdecode.engines import ServeOptions
     from pytest_specdecode.families import Draft
+    from pytest_specdecode.plugin.expected import ExpectedFailure
+    from pytest_specdecode.target import Target
 
 MODEL = "--draft-model"
 TARGET = "--draft-target"
 ENGINE = "--draft-engine"
+SERVE = "--draft-serve"
 CHECKS = "--draft-checks"
 SKIP = "--draft-skip"
 DEVICE = "--draft-device"
@@ -31,9 +35,12 @@ MAX_EXAMPLES = "--draft-max-examples"
 REPORT = "--draft-report"
 LIST_CHECKS = "--draft-list-checks"
 
+#: Ini name only: what is expected to fail belongs to the project, with its reason.
+EXPECTED = "draft_expected_failures"
+
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_FORM = ", ".join(DEVICES)
-NEEDS = ("model", "target", "tensors", "triton", "gpu", "trace")
+NEEDS = ("model", "target", "serving", "tensors", "triton", "gpu", "trace")
 DEFAULT_MAX_EXAMPLES = 20
 
 _MODEL_HELP = (
@@ -41,7 +48,14 @@ _MODEL_HELP = (
     "`draft-model`, beside the other tests or, with `draft-model` as the only argument, alone. Default: none"
 )
 _TARGET_HELP = "directory of the target that the draft proposes for; its config.json is enough. Default: none"
-_ENGINE_HELP = "show what the engine NAME does about each finding; may be given several times. Default: every engine"
+_ENGINE_HELP = (
+    "judge the draft for the engine NAME; may be given several times. What one of them stops at or serves wrong is then an error, what one "
+    "falls back from a warning. Default: every engine is shown and each check has its own severity"
+)
+_SERVE_HELP = (
+    "the options that the server is started with, as in 'algorithm=EAGLE3 num-steps=3 kv-cache-dtype=fp8_e4m3'; they are checked against "
+    "the draft. Default: none"
+)
 _CHECKS_HELP = "run only these checks: ids and groups with commas between, such as rope,weights.shapes. Default: all"
 _SKIP_HELP = "leave these checks out: ids and groups with commas between. Default: none"
 _DEVICE_HELP = (
@@ -79,25 +93,29 @@ class Settings:
         drafts: in the order given, without repetitions.
         on_command_line: whether the drafts were named there rather than in the ini file.
         target: the target's directory.
-        target_config: its configuration.
-        engines: names of the engines whose outcomes are shown; None for all.
+        target_model: what it says of itself.
+        engines: names of the engines that the draft is judged for; None where all are shown.
+        serve: the options that the server is started with; None where none were given.
         checks: the selected checks; None for all.
         device: `cpu` or `cuda`.
         require: wants that turn a skip or an inconclusive result into a failure.
         max_examples: for tests that draw their inputs.
         report: file to write results to.
+        expected: failures that the project knows of.
     """
 
     drafts: tuple[GivenDraft, ...] = ()
     on_command_line: bool = False
     target: str | None = None
-    target_config: dict[str, Any] | None = None
+    target_model: Target | None = None
     engines: tuple[str, ...] | None = None
+    serve: ServeOptions | None = None
     checks: tuple[Check, ...] | None = None
     device: str = "cpu"
     require: frozenset[str] = frozenset()
     max_examples: int = DEFAULT_MAX_EXAMPLES
     report: Path | None = None
+    expected: tuple[ExpectedFailure, ...] = ()
 
     def requires(self, *wants: str) -> str | None:
         """The first of `wants` whose absence is to be a failure, or None."""
@@ -114,6 +132,7 @@ def add(parser: pytest.Parser) -> None:
     group.addoption(MODEL, action="append", metavar="DIR", help=_MODEL_HELP)
     group.addoption(TARGET, metavar="DIR", help=_TARGET_HELP)
     group.addoption(ENGINE, action="append", metavar="NAME", help=_ENGINE_HELP)
+    group.addoption(SERVE, metavar="OPTIONS", help=_SERVE_HELP)
     group.addoption(CHECKS, metavar="LIST", help=_CHECKS_HELP)
     group.addoption(SKIP, metavar="LIST", help=_SKIP_HELP)
     group.addoption(DEVICE, metavar="|".join(DEVICES), help=_DEVICE_HELP)
@@ -124,20 +143,28 @@ def add(parser: pytest.Parser) -> None:
     parser.addini("draft_model", _twin(MODEL, "one directory a line, relative to the rootdir"), "linelist", [])
     parser.addini("draft_target", _twin(TARGET, "relative to the rootdir"), "string", "")
     parser.addini("draft_engine", _twin(ENGINE, "names with spaces between"), "args", [])
+    parser.addini("draft_serve", _twin(SERVE, "name=value pairs with spaces between"), "string", "")
     parser.addini("draft_checks", _twin(CHECKS, "names with spaces between"), "args", [])
     parser.addini("draft_skip", _twin(SKIP, "names with spaces between"), "args", [])
+    parser.addini(
+        EXPECTED,
+        "failures that are known, one `check-id[draft-name]: reason` a line; without [draft-name] for every draft",
+        "linelist",
+        [],
+    )
     parser.addini("draft_device", _twin(DEVICE, DEVICE_FORM), "string", "")
     parser.addini("draft_require", _twin(REQUIRE, "names with spaces between"), "args", [])
 
 
 _INI_NAMES = tuple(
-    option.removeprefix("--").replace("-", "_") for option in (MODEL, TARGET, ENGINE, CHECKS, SKIP, DEVICE, REQUIRE)
+    option.removeprefix("--").replace("-", "_")
+    for option in (MODEL, TARGET, ENGINE, SERVE, CHECKS, SKIP, DEVICE, REQUIRE)
 )
 
 
 def any_given(config: pytest.Config) -> bool:
     """Whether the user asks anything of this plugin, on the command line or in the ini file."""
-    given = (MODEL, TARGET, ENGINE, CHECKS, SKIP, DEVICE, REQUIRE, MAX_EXAMPLES, REPORT)
+    given = (MODEL, TARGET, ENGINE, SERVE, CHECKS, SKIP, DEVICE, REQUIRE, MAX_EXAMPLES, REPORT)
     return any(config.getoption(option) is not None for option in given) or any(map(config.getini, _INI_NAMES))
 
 
@@ -152,13 +179,15 @@ def read(config: pytest.Config) -> Settings:
         drafts=_drafts(config),
         on_command_line=config.getoption(MODEL) is not None,
         target=target,
-        target_config=None if target is None else _target_config(target),
+        target_model=None if target is None else _target_model(target),
         engines=_engines(config),
+        serve=_serve(config),
         checks=selected_checks(config),
         device=_device(_text(config, DEVICE) or "auto"),
         require=_require(_names(config, REQUIRE) or []),
         max_examples=_max_examples(config.getoption(MAX_EXAMPLES)),
         report=_report(config),
+        expected=_expected(config),
     )
 
 
@@ -239,12 +268,12 @@ def _tame(name: str) -> str:
     return re.sub(r"[^\w.+=@-]", "_", name)
 
 
-def _target_config(target: str) -> dict[str, Any]:
-    from pytest_specdecode import api
+def _target_model(target: str) -> Target:
     from pytest_specdecode.errors import DraftError
+    from pytest_specdecode.target import Target
 
     try:
-        return api.read_target(target)
+        return Target.open(target)
     except DraftError as error:
         raise _refusal(f"{TARGET}={target}", error.message) from None
 
@@ -260,6 +289,18 @@ def _engines(config: pytest.Config) -> tuple[str, ...] | None:
         return engines.select(dict.fromkeys(names))
     except DraftError as error:
         raise _refusal(ENGINE, error.message) from None
+
+
+def _serve(config: pytest.Config) -> ServeOptions | None:
+    text = _text(config, SERVE)
+    if text is None:
+        return None
+    from pytest_specdecode.engines import ServeOptionError, ServeOptions
+
+    try:
+        return ServeOptions.parse(text)
+    except ServeOptionError as error:
+        raise _refusal(SERVE, error.message) from None
 
 
 def _device(name: str) -> str:
@@ -299,6 +340,18 @@ def _max_examples(text: str | None) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise _refusal(f"{MAX_EXAMPLES}={text}", "is not a whole number of at least 1")
     return int(text)
+
+
+def _expected(config: pytest.Config) -> tuple[ExpectedFailure, ...]:
+    lines = config.getini(EXPECTED)
+    if not lines:
+        return ()
+    from pytest_specdecode.plugin import expected
+
+    try:
+        return expected.parse(lines)
+    except expected.ExpectedFailureError as error:
+        raise _refusal(EXPECTED, str(error)) from None
 
 
 def _report(config: pytest.Config) -> Path | None:

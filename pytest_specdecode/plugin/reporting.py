@@ -12,7 +12,7 @@ import pytest
 from pytest_specdecode import api
 from pytest_specdecode.checkpoint import Checkpoint
 from pytest_specdecode.checks import REGISTRY, Check
-from pytest_specdecode.errors import DraftError
+from pytest_specdecode.errors import DraftError, printable
 from pytest_specdecode.families import Draft, load
 from pytest_specdecode.findings import STATUS_ORDER, CheckResult
 from pytest_specdecode.plugin.options import Settings
@@ -90,7 +90,7 @@ class Reporter:
             draft = self._drafts.get(path) or self._opened(path)
             if draft is not None:
                 ordered = sorted(results.values(), key=lambda result: order.get(result.id, len(order)))
-                yield api.draft_report(path, api.context_of(draft), ordered)
+                yield api.draft_report(path, api.context_of(draft, engines=self._settings.engines), ordered)
 
     def _opened(self, path: str) -> Draft | None:
         """The draft of a `draft` fixture that a conftest overrides, where its directory is still there."""
@@ -106,6 +106,11 @@ def _lines(report: DraftReport, in_full: bool) -> Iterator[str]:
     yield "  " + ", ".join(f"{number} {status}" for status, number in report.counts().items())
     unanswered: dict[str, list[str]] = {}
     for result in sorted(report.results, key=lambda item: -STATUS_ORDER.index(item.status)):
+        if result.is_expected:
+            yield f"  expected failure {result.id}: {printable(result.message)} ({printable(result.expected)})"
+            continue
+        if result.is_stale:
+            yield f"  stale expected failure {result.id}: it no longer fails; take its line out ({printable(result.expected)})"
         if result.status == "failed" and not (in_full and result.findings):
             yield f"  error {result.id}: {result.message}"
         elif result.status == "inconclusive":

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 
 import pytest
 
 from pytest_specdecode import api
 from pytest_specdecode.checks import Check, Context
+from pytest_specdecode.plugin.expected import reason_for
 from pytest_specdecode.plugin.options import SETTINGS
 from pytest_specdecode.plugin.results import PROPERTY, failure_text
 
@@ -25,13 +27,17 @@ def test_draft(request: pytest.FixtureRequest, draft_check: Check, draft_context
     result = api.run_check(draft_check, draft_context)
     given = request.node.callspec.params.get("_given_draft")
     path = str(draft_context.draft.path) if given is None else given.path
+    expected = reason_for(request.config.stash[SETTINGS].expected, draft_check.id, draft_context.draft.name)
+    if expected is not None:
+        result = replace(result, expected=expected)
+        request.applymarker(pytest.mark.xfail(reason=expected))
     request.node.user_properties.append((PROPERTY, json.dumps({"path": path, **result.to_dict()})))
     if result.status == "failed":
         pytest.fail(failure_text(result), pytrace=False)
     if result.status == "skipped":
         pytest.skip(result.message)
     if result.status == "inconclusive":
-        want = request.config.stash[SETTINGS].requires(*_wants(draft_check, draft_context))
+        want = request.config.stash[SETTINGS].requires(result.want, *_wants(draft_check, draft_context))
         if want is not None:
             pytest.fail(f"inconclusive, and --draft-require={want} asks for an answer: {result.message}", pytrace=False)
         pytest.skip(f"inconclusive: {result.message}")
@@ -42,6 +48,7 @@ def _wants(check: Check, context: Context) -> tuple[str, ...]:
     draft = context.draft
     absent = {
         "target": context.target is None,
+        "serving": not context.serve,
         "tensors": not draft.checkpoint.complete,
         "triton": importlib.util.find_spec("triton") is None,
         "gpu": context.device == "cpu",

@@ -37,6 +37,8 @@ class Row:
         status: what the check must say.
         text: what its message must contain.
         follow: other checks that may report because of the same fault.
+        target, twin_target: files of the target, by name, for the fault and for its twin (None: the same for both).
+        serve, twin_serve: the options that the server is started with.
     """
 
     family: str = "eagle3"
@@ -47,6 +49,10 @@ class Row:
     status: str = "failed"
     text: str = ""
     follow: tuple[str, ...] = ()
+    target: dict[str, Any] | None = None
+    twin_target: dict[str, Any] | None = None
+    serve: str | None = None
+    twin_serve: str | None = None
 
 
 def _drop(*names: str) -> Callable[[Tensors], None]:
@@ -98,8 +104,38 @@ def _huge(tensors: Tensors) -> None:
 
 K1, V1 = "layers.1.self_attn.k_proj.weight", "layers.1.self_attn.v_proj.weight"
 UNREAD = ("files.readable", "files.index")
+tiny = testing.tiny_config
 BLOCK = {"mask_token_id": 511, "target_layer_ids": [1, 9, 17], "block_size": 8}
 STACK = ("weights.shapes", "layers.build", "config.head-arithmetic")
+NAMED = {"target_model_name_or_path": "org/a-target"}
+
+
+def _target(*, eos: int | None = None, tokens: dict[str, int] | None = None, **changes: Any) -> dict[str, Any]:
+    """Files of the target of the tiny EAGLE3 draft."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "_name_or_path": "org/a-target",
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "vocab_size": 512,
+        "num_hidden_layers": 16,
+        "max_position_embeddings": 4096,
+        "rope_theta": 500000.0,
+    }
+    files: dict[str, Any] = {"config.json": {**config, **changes}}
+    if eos is not None:
+        files["generation_config.json"] = {"eos_token_id": [eos]}
+    if tokens is not None:
+        files["tokenizer.json"] = {"model": {"type": "BPE", "vocab": tokens}, "added_tokens": []}
+    return files
+
+
+def _said(count: int) -> list[int]:
+    """Target ids that the tiny EAGLE3 draft can say, and then one that it cannot."""
+    offsets = testing.random_tensors(testing.tiny_config("eagle3"), "eagle3")["d2t"]
+    images = (offsets + torch.arange(len(offsets))).tolist()
+    return [*images[:count], next(id for id in range(512) if id not in images)]
+
 
 ROWS: dict[str, Row] = {
     "files.readable": Row(files=_append_byte, text="bytes after the last tensor"),
@@ -136,6 +172,12 @@ ROWS: dict[str, Row] = {
         follow=("vocabulary.t2d",),
     ),
     "vocabulary.t2d": Row(tensors=_put("t2d", lambda found: found["t2d"].roll(1)), text="t2d marks 256 ids"),
+    "vocabulary.common-tokens": Row(
+        target=_target(eos=_said(0)[-1], tokens={"Ġthe": _said(1)[0]}),
+        twin_target=_target(eos=_said(2)[0], tokens={"Ġthe": _said(2)[1]}),
+        status="warned",
+        text="cannot say the end of text",
+    ),
     "weights.missing": Row(tensors=_drop("layers.0.hidden_norm.weight"), text="hidden_norm", follow=("layers.build",)),
     "weights.unexpected": Row(tensors=_put("input_norm.weight", lambda found: torch.ones(192)), text="input_norm"),
     "weights.shapes": Row(config={"intermediate_size": 96}, text="gate_proj", follow=("layers.build",)),
@@ -170,6 +212,13 @@ ROWS: dict[str, Row] = {
     "taps.range": Row(
         family="dflash", config={"dflash_config": {**BLOCK, "target_layer_ids": [1, 9, 20]}}, text="20 is no outputs of"
     ),
+    "taps.convention": Row(
+        config={
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 8, 13], "use_aux_hidden_state": True},
+        },
+        status="warned",
+        text="they are the default (2, N // 2, N - 3) of a target 16 layers deep; not every engine reads them so",
+    ),
     "taps.places": Row(config={"eagle_aux_hidden_state_layer_ids": [2, 8, 14]}, text="different values"),
     "taps.fc-width": Row(
         config={"eagle_aux_hidden_state_layer_ids": [2, 8], "eagle_config": ..., "num_aux_hidden_states": 2},
@@ -180,10 +229,84 @@ ROWS: dict[str, Row] = {
     "rope.theta-agrees": Row(
         config={"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, text="different values"
     ),
+    "rope.scaling-complete": Row(
+        config={"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        text="llama3 scaling without low_freq_factor and high_freq_factor and original_max_position_embeddings",
+        follow=("layers.build",),
+    ),
+    "rope.max-position": Row(
+        config={"max_position_embeddings": 2048}, target=_target(), text="4096 positions are served, the draft has 2048"
+    ),
+    "rope.scaled-growth": Row(
+        family="dflash",
+        shape_config={"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
+        serve="context-length=4096",
+        twin_serve="context-length=4000",
+        status="warned",
+        text="a yarn table of 4096 rows is made 4104 rows long",
+    ),
+    "rope.style": Row(
+        family="dflash",
+        config={"rope_is_neox_style": False},
+        status="warned",
+        text="the layers rotate interleaved pairs, and not every engine reads that",
+        follow=("config.unread-keys", "fused-kv.engine-path"),
+    ),
+    "rope.inherited": Row(
+        family="dspark",
+        config={"partial_rotary_factor": 0.25},
+        status="warned",
+        text="speaks of a partial rotation",
+    ),
     "dflash.mask-token": Row(
         family="dflash", config={"dflash_config": {**BLOCK, "mask_token_id": 512}}, text="outside an embedding of 512"
     ),
     "dflash.block-size": Row(family="dflash", config={"block_size": 16}, text="different values"),
+    "dflash.block-layout": Row(
+        family="dflash", config={"sample_from_anchor": True}, status="warned", text="row 0 drafts, and not every engine"
+    ),
+    "dflash.layer-types": Row(
+        family="dflash", config={"layer_types": ["full_attention"]}, text="1 layer types for 2 layers"
+    ),
+    "dflash.causality": Row(
+        family="dflash",
+        config={
+            "layer_types": ["sliding_attention"] * 2,
+            "sliding_window": 64,
+            "use_sliding_window": True,
+            "is_causal": ...,
+        },
+        status="warned",
+        text="is_causal is not stated",
+    ),
+    "dflash.variants": Row(
+        family="domino",
+        config={"dflash_config": {**tiny("domino")["dflash_config"], "pure_draft_prefix_len": 2}},
+        status="warned",
+        text="pure_draft_prefix_len is not 1",
+    ),
+    "dspark.keys": Row(
+        family="dspark",
+        config={"markov_rank": ..., "dflash_config": {"markov_rank": 16}},
+        status="warned",
+        text="markov_rank stands in dflash_config only",
+    ),
+    "dspark.heads": Row(
+        family="dspark",
+        config={"markov_head_type": "gated"},
+        text="a gated head of rank 16 without markov_head.gate_proj.weight",
+        follow=("weights.missing", "layers.build"),
+    ),
+    "speculators.structure": Row(
+        family="xpress",
+        config={
+            "speculators_config": {
+                **tiny("xpress")["speculators_config"],
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 0}],
+            }
+        },
+        text="speculative_tokens is not 1 or more",
+    ),
     "layers.build": Row(config={"hidden_act": "selu"}, text="unknown activation 'selu'"),
     "layers.finite": Row(tensors=_huge, follow=("weights.degenerate",)),
     "fused-kv.num-kv-heads": Row(
@@ -191,6 +314,31 @@ ROWS: dict[str, Row] = {
         tensors=_first_rows(K1, V1),
         text="num_kv_heads mismatch across layers for fused KV path: expected 2, got 1 at layer 1.",
         follow=STACK,
+    ),
+    "target.widths": Row(target=_target(hidden_size=96), twin_target=_target(), text="states of width 64"),
+    "target.identity": Row(
+        shape_config=NAMED,
+        target=_target(_name_or_path="org/a-sibling"),
+        twin_target=_target(),
+        status="warned",
+        text="names org/a-target, the target calls itself org/a-sibling",
+    ),
+    "target.rope": Row(
+        target=_target(rope_theta=10000.0), twin_target=_target(), status="warned", text="the target's is 10000"
+    ),
+    "serving.algorithm": Row(
+        serve="algorithm=EAGLE", twin_serve="algorithm=EAGLE3", text="EAGLE is not the algorithm of"
+    ),
+    "serving.draft-tokens": Row(
+        serve="algorithm=EAGLE3 num-steps=3 eagle-topk=1 num-draft-tokens=8",
+        twin_serve="algorithm=EAGLE3 num-steps=3 eagle-topk=1 num-draft-tokens=4",
+        status="warned",
+        text="num-steps + 1 draft tokens",
+    ),
+    "serving.kv-cache-dtype": Row(
+        serve="attention-backend=tokenspeed_mla kv-cache-dtype=auto",
+        twin_serve="attention-backend=tokenspeed_mla kv-cache-dtype=fp8_e4m3",
+        text="tokenspeed_mla does not take the KV-cache type auto",
     ),
 }
 
@@ -214,7 +362,8 @@ def test_every_check_has_a_row() -> None:
 def test_the_fault_is_reported(id: str, tmp_path: Path) -> None:
     """The check says what the row says, and no check fails that does not follow from the fault."""
     row = ROWS[id]
-    report = check_draft(_write(row, tmp_path / "draft"))
+    path = _write(row, tmp_path / "draft")
+    report = check_draft(path, target=_write_target(row.target, tmp_path / "target"), serve=row.serve)
     result = report[id]
     assert result.status == row.status, result
     assert row.text in result.message
@@ -227,7 +376,9 @@ def test_the_twin_passes(id: str, tmp_path: Path) -> None:
     """The same draft without the fault."""
     row = ROWS[id]
     whole = testing.tiny_config(row.family, **row.shape_config)
-    report = check_draft(testing.write_tiny(tmp_path / "draft", row.family, config=whole))
+    target = _write_target(row.target if row.twin_target is None else row.twin_target, tmp_path / "target")
+    path = testing.write_tiny(tmp_path / "draft", row.family, config=whole)
+    report = check_draft(path, target=target, serve=row.serve if row.twin_serve is None else row.twin_serve)
     assert report[id].status == "passed", report[id]
     assert report.ok
 
@@ -240,6 +391,15 @@ def _write(row: Row, path: Path) -> Path:
     testing.write_checkpoint(path, testing.tiny_config(row.family, **{**row.shape_config, **row.config}), tensors)
     if row.files is not None:
         row.files(path)
+    return path
+
+
+def _write_target(files: dict[str, Any] | None, path: Path) -> Path | None:
+    if files is None:
+        return None
+    path.mkdir()
+    for name, content in files.items():
+        (path / name).write_text(json.dumps(content))
     return path
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_specdecode import check_draft, testing
+from pytest_specdecode import check_draft, open_draft, testing
 from pytest_specdecode.families import FAMILIES
 
 Tensors = dict[str, torch.Tensor]
@@ -205,26 +205,88 @@ def test_tied_stages_that_are_stored_several_times(copies: bool, status: str, tm
 # --- attention sinks ----------------------------------------------------------------------------------------------------------------
 
 
+WINDOWED = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+
+
 def _sinks(tensors: Tensors) -> None:
+    generator = torch.Generator().manual_seed(8)
     for layer in (0, 1):
-        tensors[f"layers.{layer}.self_attn.attention_sink_bias"] = torch.randn(4).bfloat16()
+        tensors[f"layers.{layer}.self_attn.attention_sink_bias"] = torch.randn(4, generator=generator).bfloat16()
 
 
-@pytest.mark.parametrize("family", ["dflash", "dflash2", "domino", "dflare"])
+@pytest.mark.parametrize("family", ["dflash", "dflash2", "domino", "dflare", "dspark"])
 @pytest.mark.parametrize(
     ("flag", "stored", "check"),
     [(True, False, "weights.missing"), (False, True, "weights.unexpected"), (True, True, None), (None, True, None)],
 )
+@pytest.mark.parametrize("nested", [False, True])
 def test_a_sink_is_there_as_its_flag_says(
-    family: str, flag: bool | None, stored: bool, check: str | None, tmp_path: Path
+    family: str, flag: bool | None, stored: bool, check: str | None, nested: bool, tmp_path: Path
 ) -> None:
-    path = testing.write_tiny(tmp_path, family, edit=_sinks if stored else None)
-    _rewrite(path, _with(attention_sink_bias=flag))
-    report = check_draft(path, checks=["weights", "layers.build", "fused-kv.num-kv-heads"])
+    path = testing.write_tiny(tmp_path, family)
+    config = json.loads((path / "config.json").read_text())
+    place = config.setdefault("dflash_config", {}) if nested else config
+    place["attention_sink_bias"] = flag
+    tensors = testing.random_tensors(config, family)
+    if stored:
+        _sinks(tensors)
+    else:
+        tensors = {name: value for name, value in tensors.items() if "sink" not in name}
+    report = check_draft(testing.write_checkpoint(path, config, tensors))
     failed = [result.id for result in report if result.status == "failed"]
-    assert failed == ([] if check is None else [check])
+    assert set(failed) == (set() if check is None else {check, "layers.build"})
+    if check is not None:
+        assert report["layers.build"].findings[0].where == "layers.0.self_attn.attention_sink_bias"
+        assert "attention_sink_bias" in report[check].message
+        return
+    assert report["layers.incremental"].status == "passed"
+    assert report["fused-kv.matches-reference"].status == ("skipped" if family == "dflare" else "passed")
+
+
+@pytest.mark.parametrize("family", ["dflash", "dspark"])
+def test_a_sink_of_another_size_is_named(family: str, tmp_path: Path) -> None:
+    def cut(tensors: Tensors) -> None:
+        _sinks(tensors)
+        name = "layers.1.self_attn.attention_sink_bias"
+        tensors[name] = tensors[name][:2].clone()
+
+    report = check_draft(testing.write_tiny(tmp_path, family, edit=cut), checks=["weights.shapes", "layers.build"])
+    assert {result.findings[0].where for result in report} == {"layers.1.self_attn.attention_sink_bias"}
+
+
+@pytest.mark.parametrize("family", ["dflash", "dspark"])
+def test_sinks_and_windows_change_the_block_and_not_the_stacked_context(family: str, tmp_path: Path) -> None:
+    """The same weights with and without: other states, the same K and V, from the layers and from one stack over all of them."""
+    plain = open_draft(testing.write_tiny(tmp_path / "plain", family))
+    sunk = open_draft(testing.write_tiny(tmp_path / "sunk", family, edit=_sinks, **WINDOWED))
+    assert sunk.fused_kv_reason is None
+    probe = plain.layer(1).probe(9, 4)
+    assert not torch.equal(plain.layer(1).prefill(probe), sunk.layer(1).prefill(probe))
+    stacks = [draft.fused_kv().compute(probe["context"], probe["context_positions"]) for draft in (plain, sunk)]
+    for one, other in zip(*stacks, strict=True):
+        assert torch.equal(one, other)
+    k, v = stacks[1]
+    for index, layer in enumerate(sunk.layers(dtype=torch.float64)):
+        due = layer.context_kv(probe["context"].double(), probe["context_positions"])  # type: ignore[attr-defined]
+        torch.testing.assert_close(k[index].double(), due[0], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(v[index].double(), due[1], rtol=0.02, atol=0.02)
+
+
+def test_a_sink_beside_latents_is_left_open(tmp_path: Path) -> None:
+    latent = {
+        "architectures": ["K3DSparkModel"],
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    report = check_draft(
+        testing.write_tiny(tmp_path, "dspark", edit=_sinks, **latent), checks=["layers.build", "weights"]
+    )
+    assert report["weights.unexpected"].status == "failed"
     assert report["layers.build"].status == "inconclusive"
-    assert report["layers.build"].message == "there is no reference forward for attention with a learned sink"
+    assert report["layers.build"].message == "there is no reference forward for latent attention with a learned sink"
 
 
 # --- heads in their target ----------------------------------------------------------------------------------------------------------
@@ -275,15 +337,3 @@ def test_a_stack_that_no_engine_has_is_skipped_whatever_is_missing(family: str, 
     report = check_draft(path, checks=["fused-kv"])
     reason = next(item for item in FAMILIES if item.name == family).fused_kv
     assert {(result.status, result.message) for result in report} == {("skipped", reason)}
-
-
-@pytest.mark.parametrize("arch", ["cross-attn", "eagle-attn"])
-def test_a_hydra_form_without_a_forward_says_so(arch: str, tmp_path: Path) -> None:
-    config = testing.tiny_config("hydra", hydra_head_arch=arch)
-    report = check_draft(
-        testing.write_checkpoint(tmp_path, config, {"fc.bias": torch.ones(64)}), checks=["layers", "rope"]
-    )
-    for result in report:
-        assert result.status in ("inconclusive", "skipped")
-        if result.status == "inconclusive":
-            assert arch in result.message

@@ -281,6 +281,58 @@ def test_a_quantised_weight_is_bound_and_its_plain_shape_is_known(tmp_path: Path
     assert draft.shape(name) == (None if FORMS[form].short is None else tuple(plain.shape))
 
 
+JOINED = [(form, family) for form, family in CASES if family != "mtp"]
+
+
+def _joined(form: str, family: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The same with q, k and v in one `qkv_proj`, joined before they are quantised."""
+    config, tensors = _quantised(form, family)
+    for layer in (0, 1):
+        stem = f"layers.{layer}.self_attn"
+        apart = tuple(f"{stem}.{name}_proj." for name in "qkv")
+        tensors = {name: value for name, value in tensors.items() if not name.startswith(apart)}
+        # Four query heads, and two each for keys and values, of 32 lanes over 64.
+        parts = FORMS[form].parts(8 * 32, 64)
+        tensors |= {f"{stem}.qkv_proj{part}": held.contiguous() for part, held in parts.items()}
+    return config, tensors
+
+
+@pytest.mark.parametrize(("form", "family"), JOINED)
+def test_a_joined_projection_that_is_stored_quantised(tmp_path: Path, form: str, family: str) -> None:
+    config, tensors = _joined(form, family)
+    report = _checked(tmp_path, family, config, tensors, skip=())
+    assert not list(_failed(report))
+    for id in ("weights.missing", "weights.unexpected", "weights.shapes", "weights.dtypes", "config.head-arithmetic"):
+        assert report[id].status == "passed", report[id]
+    draft = open_draft(tmp_path)
+    assert draft.binding is not None
+    assert (draft.binding.missing, draft.binding.unexpected) == ((), ())
+    assert draft.shape("layers.1.self_attn.qkv_proj.weight") == (None if FORMS[form].short is None else (256, 64))
+
+
+@pytest.mark.parametrize(
+    ("form", "family", "part"), [(form, family, part) for form, family in JOINED for part in FORMS[form].due]
+)
+def test_a_joined_projection_without_its_companion_is_named(tmp_path: Path, form: str, family: str, part: str) -> None:
+    config, tensors = _joined(form, family)
+    del tensors[f"layers.1.self_attn.qkv_proj{part}"]
+    result = _checked(tmp_path, family, config, tensors)[FORMS[form].due[part]]
+    assert result.status == "failed"
+    assert "layers.1.self_attn.qkv_proj" in result.message
+
+
+@pytest.mark.parametrize(("form", "family"), [case for case in JOINED if FORMS[case[0]].short is not None])
+def test_a_joined_projection_of_another_size_is_named(tmp_path: Path, form: str, family: str) -> None:
+    config, tensors = _joined(form, family)
+    name, short = f"layers.1.self_attn.qkv_proj{FORMS[form].holder}", FORMS[form].short
+    assert short is not None
+    extents = short(256, 64)
+    tensors[name] = tensors[name][: extents[0], : extents[1]].contiguous()
+    report = _checked(tmp_path, family, config, tensors)
+    assert report["weights.shapes"].status == "failed", list(_failed(report))
+    assert "layers.1.self_attn.qkv_proj" in report["weights.shapes"].message
+
+
 @pytest.mark.parametrize(("form", "family", "part"), HALVED)
 def test_a_weight_without_its_companion_fails_and_is_named(tmp_path: Path, form: str, family: str, part: str) -> None:
     config, tensors = _quantised(form, family)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from pytest_specdecode import check_draft, testing
+from pytest_specdecode import check_draft, open_draft, testing
 from pytest_specdecode.findings import CheckResult
+from pytest_specdecode.spec import DraftSpec
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 
@@ -60,3 +61,78 @@ def test_a_count_that_is_not_the_lists(tmp_path: Path) -> None:
     found = _eagle3(tmp_path, [2, 8, 13], num_aux_hidden_states=4)["taps.stated"]
     assert found.status == "failed"
     assert found.findings[0].where == "config.json: num_aux_hidden_states"
+
+
+def _packaged(tmp_path: Path, **own: Any) -> tuple[DraftSpec, dict[str, CheckResult]]:
+    """A DFlash draft as the speculators library writes it, with taps stated as `own` says."""
+    plain = testing.tiny_config("dflash")
+    layer = {key: value for key, value in plain.items() if key not in ("dflash_config", "num_target_layers")}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": layer,
+        "block_size": 8,
+        "mask_token_id": 511,
+        "num_target_layers": 18,
+        **own,
+    }
+    path = testing.write_checkpoint(tmp_path, config, {})
+    spec = open_draft(path).spec
+    assert spec is not None
+    return spec, {result.id: result for result in check_draft(path, checks="taps")}
+
+
+@pytest.mark.parametrize(
+    ("own", "convention", "range_status"),
+    [
+        ({"dflash_config": {"target_layer_ids": [1, 9, 17]}}, "output", "passed"),
+        ({"dflash_config": {"target_layer_ids": [1, 9, 18]}}, "output", "failed"),
+        ({"target_layer_ids": [1, 9, 18]}, None, "passed"),
+    ],
+)
+def test_a_packaged_dflash_with_the_other_librarys_key_only(
+    tmp_path: Path, own: dict[str, Any], convention: str | None, range_status: str
+) -> None:
+    """speculators 0.9.0 reads aux_hidden_state_layer_ids and nothing else; what the other key counts depends on who wrote it."""
+    spec, found = _packaged(tmp_path, **own)
+    assert (spec.taps.convention, spec.taps.count) == (convention, 3)
+    (finding,) = found["taps.stated"].findings
+    assert finding.severity == "error"
+    assert "readers of this packaging do not look at" in finding.message
+    assert "aux_hidden_state_layer_ids" in finding.fix
+    if convention == "output":
+        assert finding.due == {"aux_hidden_state_layer_ids": [id + 1 for id in spec.taps.ids or ()]}
+    assert found["taps.range"].status == range_status
+
+
+@pytest.mark.parametrize(
+    ("nested", "status"), [([1, 9, 17], "passed"), ([2, 10, 18], "failed"), ([1, 9, 16], "failed")]
+)
+def test_two_keys_that_count_differently_agree_one_apart(tmp_path: Path, nested: list[int], status: str) -> None:
+    """z-lab's key counts the outputs of layers, speculators' the states between them: a list copied from one to the other is wrong."""
+    own = {"aux_hidden_state_layer_ids": [2, 10, 18], "dflash_config": {"target_layer_ids": nested}}
+    spec, found = _packaged(tmp_path, **own)
+    assert (spec.taps.ids, spec.taps.convention) == ((2, 10, 18), "boundary")
+    assert (found["taps.stated"].status, found["taps.places"].status) == ("passed", status)
+
+
+@pytest.mark.parametrize(
+    ("family", "packaging", "keys"),
+    [
+        ("dflash", "plain", ("dflash_config.target_layer_ids", "dflash_config.mask_token_id")),
+        ("dspark", "plain", ("target_layer_ids", "mask_token_id")),
+        ("dflash", "speculators", ("aux_hidden_state_layer_ids", "mask_token_id")),
+    ],
+)
+def test_what_is_absent_is_asked_for_where_readers_look(
+    tmp_path: Path, family: str, packaging: str, keys: tuple[str, str]
+) -> None:
+    config = testing.tiny_config(family, target_layer_ids=..., mask_token_id=...)
+    if family == "dflash":
+        config["dflash_config"] = {"block_size": 8}
+    if packaging == "speculators":
+        config = {"speculators_model_type": family, "transformer_layer_config": config}
+    path = testing.write_checkpoint(tmp_path, config, {})
+    report = check_draft(path, checks=["taps.stated", "dflash.mask-token"])
+    places = [report[id].findings[0].where for id in ("taps.stated", "dflash.mask-token")]
+    assert places == [f"config.json: {key}" for key in keys]

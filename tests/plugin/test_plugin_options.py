@@ -109,7 +109,7 @@ def test_ini_twins_are_read_and_relative_to_the_rootdir(
                 assert draft_target["model_type"] == "qwen3"
                 assert draft_device == "cpu"
                 assert draft_context.engines == ("vllm",)
-                assert draft_context.target == draft_target
+                assert draft_context.target.config == draft_target
             """
         }
     )
