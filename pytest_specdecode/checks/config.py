@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from pytest_specdecode import engines
 from pytest_specdecode.checks.keys import layer_key
 from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check, require_layers
 from pytest_specdecode.families import FAMILIES
 from pytest_specdecode.families.base import open_view
-from pytest_specdecode.findings import Finding
+from pytest_specdecode.findings import Finding, Outcome
 from pytest_specdecode.spec import GQASpec, MLASpec
-
-_EAGLE3 = ("eagle3", "eagle3-mla")
 
 
 @check(
@@ -93,11 +92,13 @@ def types(context: Context) -> Iterator[Finding]:
 @check(
     "config.architectures",
     title="architectures is a list of strings that engines know",
-    why="Engines choose the class by the first entry; a plain label is refused by one and renamed by another.",
-    faults=("architecture-plain-llama",),
+    why="Engines choose the class by the first entry; a label that one has a class for is refused by another.",
+    faults=("architecture-plain-llama", "architecture-unknown"),
+    example={"architectures": ["LlamaForCausalLM"]},
+    fix="state a label that every engine in use has a class for; the weights need not change",
 )
 def architectures(context: Context) -> Iterator[Finding]:
-    """The list's form, and a label that does not name a draft."""
+    """The list's form, and a label under which an engine does not serve such a draft."""
     stated = context.draft.checkpoint.config.get("architectures")
     where = "config.json: architectures"
     if stated is None:
@@ -113,15 +114,32 @@ def architectures(context: Context) -> Iterator[Finding]:
             "architectures is not a list of class names", where=where, got=stated, due="a list of strings"
         )
         return
-    if context.spec.family == "eagle3" and stated[0] == "LlamaForCausalLM":
-        yield context.warn(
-            "the label is that of a plain Llama; only the rest of the file says EAGLE3",
-            where=where,
-            got=stated,
-            due=["LlamaForCausalLMEagle3"],
-            fix='set architectures to ["LlamaForCausalLMEagle3"]',
-            fault="architecture-plain-llama",
-        )
+    if context.spec.packaging != "plain":
+        return
+    labels = {name: known for name, known in context.labels().items() if known is not None}
+    if not any(stated[0] not in known for known in labels.values()):
+        return
+    named = any(signal.kind == "label" for signal in context.draft.recognition.signals)
+    fault = "architecture-unknown" if named else "architecture-plain-llama"
+    outcomes = engines.outcomes(fault, context.spec, context.engines)
+    for name in context.engines:
+        if name not in labels:
+            outcomes[name] = Outcome(outcome="unknown")
+        elif stated[0] in labels[name]:
+            outcomes[name] = outcomes[name] if outcomes[name].outcome == "fine" else engines.fine("has a class for the label")
+    common = [label for label in next(iter(labels.values())) if all(label in known for known in labels.values())]
+    due = common or sorted({label for known in labels.values() for label in known})
+    yield context.warn(
+        f"not every engine serves {context.spec.family} drafts under the label {stated[0]}"
+        if named
+        else f"the label {stated[0]} is that of a plain model; only the rest of the file says {context.spec.family}",
+        where=where,
+        got=stated,
+        due=due[:4],
+        fix=f'set architectures to ["{due[0]}"]' if common else "choose the label by the engine in use",
+        fault=fault,
+        outcomes=outcomes,
+    )
 
 
 @check(
@@ -130,9 +148,11 @@ def architectures(context: Context) -> Iterator[Finding]:
     why="Layers that the file lacks stay uninitialised, and layers that the configuration does not count are dropped.",
     needs=("config", "headers"),
     faults=("layer-count",),
+    example={"family": "dflash", "num_hidden_layers": 3},
+    fix="state the number of layers that the file holds; a number copied from the target is the usual cause",
 )
 def num_hidden_layers(context: Context) -> Iterator[Finding]:
-    """Stated against stored layers; a latent EAGLE3 has one."""
+    """Stated against stored layers, and against the number that each engine takes."""
     spec = context.spec
     where = f"config.json: {spec.layer_key}"
     stated = spec.num_hidden_layers
@@ -154,10 +174,22 @@ def num_hidden_layers(context: Context) -> Iterator[Finding]:
             fix="state the number of layers that the file holds",
             fault="layer-count",
         )
-    elif spec.family in ("eagle3-mla", "eagle4") and stated != 1:
-        kind = "a latent EAGLE3" if spec.family == "eagle3-mla" else "an EAGLE-4"
+    elif bounds := {
+        name: reading.value
+        for name, reading in context.readings("layers").items()
+        if reading is not None and isinstance(reading.value, int) and stated > reading.value
+    }:
         yield context.fail(
-            f"{stated} layers; {kind} draft has one",
+            f"{stated} layers are declared, and not every engine takes more than {min(bounds.values())}",
+            where=where,
+            got=stated,
+            due=min(bounds.values()),
+            fault="layer-count",
+            outcomes=_taken(context, bounds),
+        )
+    elif len(spec.layers) == 1 and stated > 1 and not held:
+        yield context.fail(
+            f"{stated} layers are declared, and a draft of the family {spec.family} has one",
             where=where,
             got=stated,
             due=1,
@@ -227,7 +259,7 @@ def head_arithmetic(context: Context) -> Iterator[Finding]:
 @check(
     "config.q-lora-rank",
     title="q_lora_rank is there and not null",
-    why="Null stops SGLang; an absent key is filled with a class default of 1536 that need not be the draft's.",
+    why="A null stops the server; an absent key is filled with a class default of 1536 that need not be the draft's.",
     families=("eagle3-mla", "dspark"),
     faults=(
         "q-lora-rank-absent",
@@ -293,6 +325,18 @@ def mla_fields(context: Context) -> Iterator[Finding]:
             due="positive numbers",
             fault="mla-field-missing",
         )
+
+
+def _taken(context: Context, bounds: Mapping[str, int]) -> dict[str, Outcome]:
+    """Per engine: what it does about more layers than it takes, where that is so; fine where it takes any number."""
+    found = {}
+    for name, reading in context.readings("layers").items():
+        if name in bounds:
+            refused = engines.stops(reading.refused, reading.source) if reading is not None and reading.refused else None
+            found[name] = refused or engines.ENGINES[name].outcome("layer-count", context.spec)
+        else:
+            found[name] = Outcome(outcome="unknown") if reading is None else engines.fine("takes any number of layers")
+    return found
 
 
 def _require_latent(context: Context) -> None:

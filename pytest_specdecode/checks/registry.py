@@ -141,13 +141,17 @@ class Context:
             outcomes=engines.outcomes(fault or "", self.draft.spec, self.engines) if outcomes is None else outcomes,
         )
 
-    def read_as(self, setting: str, meant: object) -> dict[str, Outcome]:
+    def read_as(self, setting: str, meant: object, otherwise: str = "") -> dict[str, Outcome]:
         """Per engine, whether it takes `setting` as `meant`, and from where; see `engines.compare`."""
-        return engines.compare(setting, meant, self.draft, self.engines)
+        return engines.compare(setting, meant, self.draft, self.engines, otherwise)
 
     def readings(self, setting: str) -> dict[str, Reading | None]:
         """What each engine takes `setting` of this draft to be; None where that is not known."""
         return engines.readings(setting, self.draft, self.engines)
+
+    def labels(self) -> dict[str, tuple[str, ...] | None]:
+        """The `architectures` entries under which each engine serves such a draft; None where that is not known."""
+        return engines.known_labels(self.draft, self.engines)
 
     def warn(self, message: str, **fields: Any) -> Finding:
         """As `fail`, with severity `warning`."""

@@ -13,6 +13,7 @@ from pytest_specdecode.engines.base import (
     UNFIT,
     Engine,
     Ignores,
+    Misnames,
     Reading,
     Reads,
     Refusal,
@@ -35,6 +36,7 @@ __all__ = [
     "UNFIT",
     "Engine",
     "Ignores",
+    "Misnames",
     "Reading",
     "Reads",
     "Refusal",
@@ -43,7 +45,11 @@ __all__ = [
     "against",
     "captures",
     "compare",
+    "ignored",
+    "known_labels",
     "looks_in",
+    "misnames",
+    "null_stops",
     "outcomes",
     "readings",
     "refusals",
@@ -67,12 +73,63 @@ def readings(setting: str, draft: Draft, names: Iterable[str] = NAMES) -> dict[s
     return {name: ENGINES[name].reading(setting, draft) for name in names}
 
 
-def compare(setting: str, meant: object, draft: Draft, names: Iterable[str] = NAMES) -> dict[str, Outcome]:
+def compare(
+    setting: str, meant: object, draft: Draft, names: Iterable[str] = NAMES, otherwise: str = ""
+) -> dict[str, Outcome]:
     """Per engine: fine where it takes `setting` as `meant`, served wrong where it takes another value, unknown where not known.
 
-    An engine that refuses the value it takes stops.
+    An engine that refuses the value it takes stops. Where one takes another value and states what it does about the fault `otherwise`,
+    that is its outcome.
     """
-    return against(readings(setting, draft, names), meant)
+    judged = against(readings(setting, draft, names), meant)
+    for name, outcome in judged.items():
+        if otherwise and outcome.outcome == "serves wrong":
+            stated = ENGINES[name].outcome(otherwise, draft.spec)
+            judged[name] = outcome if stated.outcome == "unknown" else stated
+    return judged
+
+
+def ignored(draft: Draft, names: Iterable[str] = NAMES) -> dict[str, dict[str, Outcome]]:
+    """The keys of the draft's configuration that one of the engines `names` passes over at a loss, with what each of them does.
+
+    An engine that does not pass a key over is fine where it looks there for some setting of such a draft, else not known.
+    """
+    chosen = tuple(names)
+    passed = {name: {item.key: item for item in ENGINES[name].ignored(draft)} for name in chosen}
+    found: dict[str, dict[str, Outcome]] = {}
+    for key in dict.fromkeys(key for items in passed.values() for key in items):
+        found[key] = {}
+        for name in chosen:
+            item = passed[name].get(key)
+            if item is not None:
+                found[key][name] = serves_wrong(item.instead, item.source)
+            else:
+                found[key][name] = fine("reads it") if _reads(name, key, draft) else Outcome(outcome="unknown")
+    return found
+
+
+def known_labels(draft: Draft, names: Iterable[str] = NAMES) -> dict[str, tuple[str, ...] | None]:
+    """The `architectures` entries under which each of the engines `names` serves such a draft; None where that is not known."""
+    family = None if draft.spec is None else draft.spec.family
+    return {name: ENGINES[name].labels.get(family or "") for name in names}
+
+
+def misnames(draft: Draft, names: Iterable[str] = NAMES) -> list[Misnames]:
+    """The rules about names of tensors that the loaders of the engines `names` have for such a draft, each fault once."""
+    family = None if draft.spec is None else draft.spec.family
+    found = {(rule.fault, rule.pattern): rule for name in names for rule in ENGINES[name].misnames if family in rule.families}
+    return list(found.values())
+
+
+def null_stops(draft: Draft, names: Iterable[str] = NAMES) -> dict[str, frozenset[str]]:
+    """The keys at which a null stops each of the engines `names`; an engine of which that is not known is left out."""
+    rules = ((name, ENGINES[name].no_nulls) for name in names)
+    return {name: rule(draft) for name, rule in rules if rule is not None}
+
+
+def _reads(name: str, key: str, draft: Draft) -> bool:
+    """Whether the engine may take some setting of such a draft from `key`."""
+    return any(key in (ENGINES[name].looks_in(setting, draft) or ()) for setting in SETTINGS)
 
 
 def against(found: Mapping[str, Reading | None], meant: object) -> dict[str, Outcome]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pytest_specdecode.engines.options import ServeOptions
 from pytest_specdecode.families import Draft
-from pytest_specdecode.findings import Outcome, OutcomeKind
+from pytest_specdecode.findings import Outcome, OutcomeKind, Severity
 from pytest_specdecode.spec import DraftSpec
 from pytest_specdecode.target import Target
 
@@ -32,6 +32,7 @@ SETTINGS: Mapping[str, str] = {
     "norm-before-fc": "one norm over the joined taps: bool",
     "fc-norm": "one norm per tap: bool",
     "norm-output": "the recycled state is taken after the final norm: bool",
+    "qk-norm": "q and k are normed per head: bool",
     "qkv-bias": "q, k and v have biases: bool",
     "fc-bias": "fc has a bias: bool",
     "layers": "the largest number of layers it takes: int, or None where there is no bound",
@@ -47,6 +48,8 @@ SETTINGS: Mapping[str, str] = {
     "markov-rank": "width of the Markov head: int",
     "markov-head-type": "`vanilla`, `gated` or `rnn`: str",
     "confidence-head": "whether a confidence head is built: bool",
+    "combine": "what a prediction layer's projection reads: `embed-first`, `hidden-first`, or a `sum` of two projections: str",
+    "dtype": "in which weights are held where the server is not told: str",
 }
 
 
@@ -142,6 +145,29 @@ class Ignores:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Misnames:
+    """Names of tensors that an engine's loader does not follow although a reader of the family would.
+
+    Attributes:
+        pattern: found in the names as they are stored.
+        fault: slug under which each engine states what it does about them.
+        message: what they are, in one line that names no engine.
+        due: the names in their place: a replacement for what `pattern` found, as `re.sub` takes it, or a list.
+        families: the families whose loader it is.
+        fix: how to export instead.
+        severity: as the check's finding has it.
+    """
+
+    pattern: str
+    fault: str
+    message: str
+    due: str | tuple[str, ...]
+    families: tuple[str, ...]
+    fix: str = ""
+    severity: Severity = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Refusal:
     """What an engine says to the options it is started with.
 
@@ -166,6 +192,25 @@ class Refusal:
     doubtful: bool = False
 
 
+class Declined(str):
+    """Why an engine does not fill the context's K/V of a draft by its fused path, in its own words where it has some.
+
+    A plain string is as one that is `logged`.
+
+    Attributes:
+        how: `logged`, or `silent` where it takes the slower way without a word, `stops` where it has no other, `absent` where it has no
+            fused path for any such draft.
+    """
+
+    how: Literal["logged", "silent", "stops", "absent"]
+
+    def __new__(cls, reason: str, how: Literal["logged", "silent", "stops", "absent"]) -> Declined:
+        """The reason, and how the engine takes it."""
+        found = super().__new__(cls, reason)
+        found.how = how
+        return found
+
+
 #: A rule about the options an engine is started with: the draft, its target where it was given, and the options.
 ServingRule = Callable[[Draft, Target | None, ServeOptions], Iterator[Refusal]]
 
@@ -182,10 +227,13 @@ class Engine:
         reads: where it looks for each setting; the first that holds for a draft counts.
         ignores: keys that it passes over.
         serving: its rules about the options it is started with.
-        fused_path: why it will not fill the context's K/V of a draft by its fused path, or None where it will; None as a whole where
-            that is not known.
+        fused_path: why it will not fill the context's K/V of a draft by its fused path (`Declined`), or None where it will; None as a
+            whole where that is not known.
         captures: which states it hands a draft in a target that is known, where that is not what it reads of `taps` without one; None
             where it is, and None as a whole where no target differs.
+        labels: the `architectures` entries under which it serves a plain draft, by family; families that are not listed are not known.
+        misnames: names of tensors that its loaders do not follow.
+        no_nulls: the keys at which a null stops it, for a draft; None where that is not known.
     """
 
     name: str
@@ -197,6 +245,9 @@ class Engine:
     serving: tuple[ServingRule, ...] = ()
     fused_path: Callable[[Draft], str | None] | None = None
     captures: Callable[[Draft, Target], Reading | None] | None = None
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    misnames: tuple[Misnames, ...] = ()
+    no_nulls: Callable[[Draft], frozenset[str]] | None = None
     _by_setting: dict[str, tuple[Reads, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:

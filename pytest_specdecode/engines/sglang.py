@@ -5,8 +5,8 @@ Read from the wheel `sglang` 0.5.23 and from the project's issues and pull reque
 
 from __future__ import annotations
 
-from pytest_specdecode.engines.base import Engine, Known, falls_back, fine, serves_wrong, stops
-from pytest_specdecode.engines.hf_config import THETA_DEFAULTS
+from pytest_specdecode.engines.base import Engine, Known, Misnames, falls_back, fine, serves_wrong, stops
+from pytest_specdecode.engines.hf_config import THETA_DEFAULTS, no_nulls
 from pytest_specdecode.engines.sglang_fused_path import why_not_fused
 from pytest_specdecode.engines.sglang_reads import IGNORES, READS, captures
 from pytest_specdecode.engines.sglang_serving import SERVING
@@ -140,6 +140,57 @@ def _taps_range(spec: DraftSpec) -> Outcome:
     return stops("a state past the last layer is not captured: features of another width than fc takes", "PR 32334")
 
 
+#: Entry classes of srt/models, by the family that each serves.
+_LABELS = {
+    "eagle3": ("LlamaForCausalLMEagle3",),
+    "eagle3-mla": ("Eagle3DeepseekV2ForCausalLM",),
+    "dflash": ("DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel"),
+    "dflash2": ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"),
+}
+
+_MISNAMES = (
+    Misnames(
+        pattern=r"^model\.",
+        fault="name-prefixed",
+        message="names start with `model.`, which the loader of a latent draft puts in front itself",
+        due="",
+        families=("eagle3-mla",),
+        fix="export without the prefix",
+    ),
+    Misnames(
+        pattern=r"fused_qkv_a_proj_with_mqa",
+        fault="name-joined",
+        message="the down projections are stored joined, and loaders wait for them one by one",
+        due=("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
+        families=("eagle3-mla",),
+        fix="store q_a_proj (first q_lora_rank rows) and kv_a_proj_with_mqa (the rest) apart",
+    ),
+    Misnames(
+        pattern=r"^(?:model\.)?aux_norm_(?:low|mid|high)\.",
+        fault="name-legacy-norm",
+        message="the tap norms go by their legacy names, which the loader of a latent draft skips",
+        due=("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"),
+        families=("eagle3-mla",),
+        fix="store them as fc_norm.0, fc_norm.1 and fc_norm.2",
+        severity="warning",
+    ),
+)
+
+
+def _packed_draft(spec: DraftSpec) -> Outcome:
+    if spec.family not in ("dflash", "dflash2"):
+        return Outcome(outcome="unknown")
+    return serves_wrong(
+        "packed names reach none of the dense parameters: accepted length 1.10 where 1.85 was due", "issue 39087"
+    )
+
+
+def _cache_scale(spec: DraftSpec) -> Outcome:
+    if not _drafts_blocks(spec):
+        return Outcome(outcome="unknown")
+    return falls_back("non-unit k_scale or v_scale is not supported for fused KV path", _WORKER)
+
+
 ENGINE = Engine(
     name="sglang",
     title="SGLang",
@@ -149,7 +200,23 @@ ENGINE = Engine(
     fused_path=why_not_fused,
     captures=captures,
     serving=SERVING,
+    labels=_LABELS,
+    misnames=_MISNAMES,
+    no_nulls=no_nulls,
     known={
+        "architecture-unknown": stops("has no class for the label", "srt/models"),
+        "null-value": stops(
+            "StrictDataclassFieldValidationError: Validation error for field", "transformers 5; Model-Optimizer triage guide"
+        ),
+        "cache-scale": _cache_scale,
+        "name-legacy-norm": serves_wrong(
+            "skips them with the warning `Eagle3 MLA: skipping unexpected weight <name>`", _K25
+        ),
+        "packed-draft": _packed_draft,
+        "quantization-disagrees": stops("The size of tensor a (2048) must match the size of tensor b (4096)", "PR 36158"),
+        "quantization-layer-index": stops(
+            "Downcasting not allowed: target.dtype=torch.float8_e4m3fn, loaded_weight.dtype=torch.bfloat16", "PR 34906"
+        ),
         "architecture-plain-llama": stops(
             "LlamaForCausalLM is no draft class here; users rewrite the field to LlamaForCausalLMEagle3", "PR 33966"
         ),

@@ -6,7 +6,7 @@ where it declines.
 
 from __future__ import annotations
 
-from pytest_specdecode.engines.base import at
+from pytest_specdecode.engines.base import Declined, at
 from pytest_specdecode.engines.hf_config import stores_quantised_k
 from pytest_specdecode.families import Draft
 from pytest_specdecode.spec import DraftSpec, Extent, GQASpec
@@ -24,12 +24,15 @@ def why_not_fused(draft: Draft) -> str | None:
     if spec is None:
         return "the draft's family is not known"
     if spec.family not in (*_CLASSES, "dspark"):
-        return f"has no fused path for a {spec.family} draft"
+        return Declined(f"has no fused path for a {spec.family} draft", "absent")
     if spec.packaging != "plain":
-        return f"has no fused path for a {spec.packaging} draft"
+        return Declined(f"has no fused path for a {spec.packaging} draft", "absent")
     if not spec.layers:
         return f"{_DISABLED}: no layers found"
-    return _dspark(draft, spec) if spec.family == "dspark" else _dflash(draft, spec)
+    if spec.family != "dspark":
+        return _dflash(draft, spec)
+    reason = _dspark(draft, spec)
+    return None if reason is None else Declined(reason, "silent")
 
 
 def _dflash(draft: Draft, spec: DraftSpec) -> str | None:

@@ -222,6 +222,7 @@ _EAGLE = (
         when=plain,
         source=f"{_EAGLE3}, {_MLA}; PR 24663, PR 26506",
     ),
+    Reads(setting="qk-norm", default=False, families=("eagle3",), when=plain, source=f"{_EAGLE3}, srt/models/llama.py"),
     Reads(setting="qkv-bias", default=False, families=("eagle3",), when=plain, source=_EAGLE3),
     Reads(setting="qkv-bias", default=False, families=("eagle3-mla",), when=plain, source=_MLA),
     Reads(
@@ -485,7 +486,26 @@ _DSPARK_RULES = (
     ),
 )
 
+def _half_for_full(value: Any, draft: Draft) -> Any:
+    """float32 is served in half precision, in bfloat16 for Gemma."""
+    if str(value).removeprefix("torch.") not in ("float32", "float"):
+        return str(value).removeprefix("torch.")
+    return _undeclared_dtype(draft)
+
+
+def _undeclared_dtype(draft: Draft) -> str:
+    return "bfloat16" if str(draft.checkpoint.config.get("model_type")).startswith("gemma") else "float16"
+
+
 READS: tuple[Reads, ...] = (
+    Reads(
+        setting="dtype",
+        places=("dtype", "torch_dtype"),
+        default=_undeclared_dtype,
+        take=_half_for_full,
+        when=plain,
+        source="srt/configs/model_config.py",
+    ),
     *_EAGLE,
     *_DFLASH_RULES,
     *_DSPARK_RULES,

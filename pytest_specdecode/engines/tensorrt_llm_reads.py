@@ -214,7 +214,7 @@ def why_not_fused(draft: Draft) -> str | None:
     if spec is None:
         return "the draft's family is not known"
     if spec.family not in (*_BLOCK, "dspark") or spec.packaging == "embedded":
-        return f"has no fused path for a {spec.family} draft"
+        return Declined(f"has no fused path for a {spec.family} draft", "absent")
     if any(isinstance(layer.attention, MLASpec) for layer in spec.layers):
-        return "DFlash block decode requires a fused self_attn.qkv_proj on every draft layer"
-    return None if num_layers(draft) else "DFlash requires at least one draft model layer."
+        return Declined("DFlash block decode requires a fused self_attn.qkv_proj on every draft layer", "stops")
+    return None if num_layers(draft) else Declined("DFlash requires at least one draft model layer.", "stops")

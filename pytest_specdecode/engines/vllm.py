@@ -6,7 +6,7 @@ Read from the wheel `vllm` 0.33.0 and from the project's issues and pull request
 from __future__ import annotations
 
 from pytest_specdecode.engines.base import Engine, Known, falls_back, fine, serves_wrong, stops
-from pytest_specdecode.engines.hf_config import THETA_DEFAULTS
+from pytest_specdecode.engines.hf_config import THETA_DEFAULTS, no_nulls
 from pytest_specdecode.engines.vllm_reads import IGNORES, READS, why_not_fused
 from pytest_specdecode.engines.vllm_serving import SERVING
 from pytest_specdecode.findings import Outcome
@@ -120,6 +120,33 @@ def _speculators_layer_type(spec: DraftSpec) -> Outcome:
     return stops(f"Unsupported model_type {spec.model_type} for Eagle3 speculator", _ALGOS)
 
 
+#: Labels in the registry of models, and those that are found there with `Eagle3` or `DFlash` put before them.
+_LABELS = {
+    "eagle3": (
+        "Eagle3LlamaForCausalLM",
+        "LlamaForCausalLMEagle3",
+        "Eagle3MiniMaxM2ForCausalLM",
+        "Eagle3Qwen2_5vlForCausalLM",
+        "Eagle3Qwen3vlForCausalLM",
+        "Eagle3Qwen3ForCausalLM",
+        "LlamaForCausalLM",
+        "MiniMaxM2ForCausalLM",
+        "Qwen2_5vlForCausalLM",
+        "Qwen3vlForCausalLM",
+        "Qwen3ForCausalLM",
+    ),
+    "eagle3-mla": ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
+    "peagle": ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM"),
+    "dflash": (
+        "DFlashDraftModel",
+        "DFlashLagunaForCausalLM",
+        "MuseGlimmerAssistantModel",
+        "DFlashMuseGlimmerAssistantModel",
+    ),
+    "dflash2": ("DFlash2DraftModel", "DFlash2BeamDraftModel"),
+}
+
+
 ENGINE = Engine(
     name="vllm",
     title="vLLM",
@@ -128,7 +155,18 @@ ENGINE = Engine(
     ignores=IGNORES,
     fused_path=why_not_fused,
     serving=SERVING,
+    labels=_LABELS,
+    no_nulls=no_nulls,
     known={
+        "architecture-unknown": stops("registers no class for the label", f"{_REGISTRY}, transformers_utils/configs/eagle.py"),
+        "null-value": stops(
+            "StrictDataclassFieldValidationError: Validation error for field", "transformers 5; Model-Optimizer triage guide"
+        ),
+        "name-legacy-norm": stops(_UNKNOWN_NAME, _LOADER),
+        "quantization-disagrees": stops(
+            "size mismatch: a quantised parameter is built where a plain one is stored, or the reverse", "PR 49187"
+        ),
+        "head-quantised": stops("There is no module or parameter named lm_head.input_scale", "issue 45102"),
         "architecture-plain-llama": fine(
             "renames it to an EAGLE class of its own", "transformers_utils/configs/eagle.py"
         ),

@@ -265,6 +265,7 @@ _EAGLE = (
         families=(*_EAGLE3S, "eagle3-mla"),
         source=f"{_EAGLE3}, {_QWEN3}, {_MLA}; {_ALGOS}",
     ),
+    Reads(setting="qk-norm", default=_is_qwen3, families=_EAGLE3S, source=f"{_EAGLE3}, {_QWEN3}"),
     Reads(setting="qkv-bias", default=False, families=("eagle3-mla",), source=_MLA),
     Reads(
         setting="qkv-bias",
@@ -688,7 +689,7 @@ def why_not_fused(draft: Draft) -> str | None:
     if spec is None:
         return "the draft's family is not known"
     if spec.family not in _BLOCKS or spec.packaging == "embedded":
-        return f"has no fused path for a {spec.family} draft"
+        return Declined(f"has no fused path for a {spec.family} draft", "absent")
     if spec.block is not None and spec.block.variant == "laguna":
         # Each layer norms the context itself, so weights are stacked for one batched product.
         return None

@@ -508,11 +508,9 @@ def eagle3_tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
     if spec.taps.required:
         yield ExpectedTensor(name="fc.weight", shape=(hidden, width), fault="fc-missing")
         yield bias("fc.bias", hidden, flags.fc_bias)
-        if flags.norm_before_fc:
-            yield norm("input_norm", width)
-        if flags.fc_norm:
-            for index in range(spec.taps.count or 0):
-                yield norm(f"fc_norm.{index}", target_hidden)
+        yield _flagged_norm("input_norm", width, flags.norm_before_fc, "norm_before_fc")
+        for index in range(spec.taps.count or 0):
+            yield _flagged_norm(f"fc_norm.{index}", target_hidden, flags.fc_norm, "fc_norm")
     else:
         yield ExpectedTensor(
             name="fc.weight",
@@ -544,6 +542,17 @@ def eagle3_tensors(spec: DraftSpec) -> Iterator[ExpectedTensor]:
         yield from _parallel_tensors(spec, flags.parallel)
     yield from vocabulary_tensors(spec, own_head=spec.vocabulary.draft_vocab_size is not None)
     yield embedding(spec, required=None not in (hidden, target_hidden) and hidden != target_hidden)
+
+
+def _flagged_norm(name: str, width: Extent, flag: bool, key: str) -> ExpectedTensor:
+    """A norm that is there exactly where its flag says."""
+    return ExpectedTensor(
+        name=f"{name}.weight",
+        shape=(width,),
+        need="required" if flag else "never",
+        reason="" if flag else f"{key} is not true",
+        check="weights.flags",
+    )
 
 
 def _parallel_tensors(spec: DraftSpec, parallel: ParallelHeads) -> Iterator[ExpectedTensor]:

@@ -250,7 +250,7 @@ ROWS: dict[str, Row] = {
         config={"rope_is_neox_style": False},
         status="warned",
         text="the layers rotate interleaved pairs, and not every engine reads that",
-        follow=("config.unread-keys", "fused-kv.engine-path"),
+        follow=("config.unread-keys", "fused-kv.rope-style", "fused-kv.engine-path"),
     ),
     "rope.inherited": Row(
         family="dspark",

@@ -1,6 +1,7 @@
 """The tap checks beyond one row each: what the file says of the target's depth and of its own count, in each packaging.
 
-What goes wrong without this file: the last id of a boundary list that is called out of range, or an output list that is not.
+What goes wrong without this file: the last id of a boundary list that is called out of range, or an output list that is not; a list that
+one engine reads a layer too late and nobody says so, a list that is served right and is called wrong, a doubt that is called a fault.
 """
 
 from __future__ import annotations
@@ -136,3 +137,176 @@ def test_what_is_absent_is_asked_for_where_readers_look(
     report = check_draft(path, checks=["taps.stated", "dflash.mask-token"])
     places = [report[id].findings[0].where for id in ("taps.stated", "dflash.mask-token")]
     assert places == [f"config.json: {key}" for key in keys]
+
+
+def _target(tmp_path: Path, layers: int, label: str) -> Path:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({"num_hidden_layers": layers, "architectures": [label]}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("nested", "top", "depth", "status", "text"),
+    [
+        # One apart: one engine adds 1 to the nested list, the other takes the list at top level as it is.
+        ([4, 9, 13], [5, 10, 14], 16, "passed", ""),
+        ([2, 8, 13], [2, 8, 13], 16, "warned", "are states entering layers, for they are the default"),
+        ([1, 7, 12], [1, 7, 12], 16, "warned", "are outputs of layers, for they are one less than the default"),
+        ([2, 8, 16], [2, 8, 16], 16, "passed", ""),
+        ([1, 5, 9], [1, 5, 9], 16, "warned", "look like outputs of layers, for lists of outputs begin with 1"),
+        ([2, 5, 9], [2, 5, 9], 16, "warned", "look like states entering layers, for lists of states begin with 2"),
+        ([4, 9, 13], [4, 9, 13], 16, "warned", "does not settle"),
+        ([2, 8, 13], [2, 8, 14], 16, "inconclusive", "see taps.places"),
+    ],
+)
+def test_what_an_eagle3_list_means(
+    nested: list[int], top: list[int], depth: int, status: str, text: str, tmp_path: Path
+) -> None:
+    eagle_config = {KEY: nested, "use_aux_hidden_state": True}
+    config = testing.tiny_config("eagle3", **{KEY: top, "eagle_config": eagle_config, "num_target_layers": depth})
+    found = check_draft(testing.write_tiny(tmp_path, "eagle3", config=config), checks="taps.convention")[
+        "taps.convention"
+    ]
+    assert (found.status, text in found.message) == (status, True)
+
+
+def test_the_finding_says_which_states_each_engine_captures(tmp_path: Path) -> None:
+    found = _eagle3(tmp_path, [2, 8, 13])["taps.convention"].findings[0]
+    assert found.due == [2, 8, 13]
+    assert found.got == {"sglang": [3, 9, 14], "vllm": [2, 8, 13]}
+    assert found.outcomes["sglang"].outcome == "serves wrong"
+    assert found.outcomes["sglang"].message == f"takes [3, 9, 14] from eagle_config.{KEY}"
+    assert found.outcomes["vllm"].outcome == "fine"
+    assert found.outcomes["tensorrt-llm"].outcome == "unknown"
+
+
+def test_a_likely_meaning_makes_no_engine_wrong(tmp_path: Path) -> None:
+    found = _eagle3(tmp_path, [2, 5, 9])["taps.convention"].findings[0]
+    assert found.outcomes["sglang"].outcome == "unknown"
+    assert "takes [3, 6, 10]" in found.outcomes["sglang"].message
+
+
+@pytest.mark.parametrize(
+    ("label", "captured", "status"),
+    [
+        ("GptOssForCausalLM", [24, 30, 36], "passed"),
+        ("DeepseekV3ForCausalLM", [24, 30, 36], "passed"),
+        ("LlamaForCausalLM", [25, 31, 37], "warned"),
+    ],
+)
+def test_each_target_has_a_rule_of_its_own(label: str, captured: list[int], status: str, tmp_path: Path) -> None:
+    """The head of a target 36 layers deep whose last id is that depth: states entering layers, for no layer 36 has an output."""
+    target = _target(tmp_path, 36, label)
+    found = _eagle3(tmp_path, [24, 30, 36], target, num_target_layers=...)["taps.convention"]
+    assert found.status == status
+    if status == "warned":
+        assert "the last id is the target's depth, 36" in found.message
+        assert found.findings[0].got["sglang"] == captured
+        assert found.findings[0].outcomes["sglang"].outcome == "stops"
+        assert "past the last of 36 layers" in found.findings[0].outcomes["sglang"].message
+
+
+def test_a_first_id_of_one_is_moved_in_deepseeks_code_only(tmp_path: Path) -> None:
+    for label in ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"):
+        path = tmp_path / label
+        path.mkdir()
+        config = testing.tiny_config("eagle3-mla", **{KEY: [2, 30, 58], "eagle_config": {KEY: [1, 29, 57]}})
+        draft = testing.write_tiny(path / "draft", "eagle3-mla", config=config)
+        report = check_draft(draft, target=_target(path, 61, label), checks="taps")
+        assert report["taps.convention"].status == "passed", label
+        assert report["taps.places"].status == "passed"
+
+
+def _corpus(tmp_path: Path, name: str, target: Path | None = None) -> dict[str, CheckResult]:
+    config = json.loads((Path(__file__).parents[1] / "corpus" / "configs" / name).read_text(encoding="utf-8"))
+    path = testing.write_checkpoint(tmp_path / "draft", config, {})
+    return {result.id: result for result in check_draft(path, target=target, checks="taps")}
+
+
+def test_the_public_head_that_ran_past_the_end(tmp_path: Path) -> None:
+    """The file states no depth; what hangs on it is said, and the target settles it."""
+    name = "bad--eagle3-gpt-oss-120b-Eagle3-v3-partial.json"
+    found = _corpus(tmp_path / "alone", name)["taps.convention"]
+    assert found.status == "warned"
+    assert "were the target 36 layers deep" in found.message
+    assert "1 added to it runs past the end" in found.message
+    assert found.findings[0].outcomes["sglang"].message == (
+        f"takes [25, 31, 37] from eagle_config.{KEY}: right if outputs of layers are meant"
+    )
+    (tmp_path / "with").mkdir()
+    target = _target(tmp_path / "with", 36, "GptOssForCausalLM")
+    assert _corpus(tmp_path / "with", name, target)["taps.convention"].status == "passed"
+
+
+def test_each_engines_guess_is_shown(tmp_path: Path) -> None:
+    """The published head was trained on [5, 19, 33, 47, 61]; the issue quotes the guess as [1, 16, 31, 46, 61]."""
+    found = _corpus(tmp_path, "bad--dflash-no-target-layer-ids.json")["taps.stated"].findings[0]
+    assert found.outcomes["sglang"].outcome == "serves wrong"
+    assert found.outcomes["sglang"].message.startswith("takes [1, 16, 31, 46, 61]: guesses evenly spaced taps")
+    assert found.outcomes["vllm"].message.startswith("takes [1, 31, 60]: ")
+
+
+def test_the_guess_follows_the_target_where_it_is_given(tmp_path: Path) -> None:
+    target = _target(tmp_path, 36, "Qwen3ForCausalLM")
+    config = testing.tiny_config("eagle3", **{KEY: ..., "eagle_config": ..., "num_target_layers": ...})
+    path = testing.write_tiny(tmp_path / "draft", "eagle3", config=config)
+    alone = check_draft(path, checks="taps.stated")["taps.stated"].findings[0]
+    assert "takes [" not in alone.outcomes["sglang"].message
+    found = check_draft(path, target=target, checks="taps.stated")["taps.stated"].findings[0]
+    assert found.outcomes["sglang"].message.startswith("takes [2, 18, 33]: ")
+
+
+@pytest.mark.parametrize(
+    ("ids", "depth", "copied"),
+    [
+        ([1, 9, 17, 25, 33], None, True),
+        ([1, 9, 17, 25, 33], 36, True),
+        ([1, 9, 17, 25, 33], 40, False),
+        ([2, 10, 18, 26, 34], 36, False),
+        ([1, 9, 18, 25, 33], 36, False),
+    ],
+)
+def test_a_default_list_of_the_other_packaging(ids: list[int], depth: int | None, copied: bool, tmp_path: Path) -> None:
+    """z-lab's default for five draft layers over 36 is [1, 9, 17, 25, 33], of outputs; speculators counts states."""
+    _, found = _packaged(tmp_path, aux_hidden_state_layer_ids=ids, num_target_layers=depth)
+    result = found["taps.convention"]
+    assert result.status == ("warned" if copied else "passed")
+    if copied:
+        assert result.findings[0].due == [id + 1 for id in ids]
+        assert {outcome.outcome for outcome in result.findings[0].outcomes.values()} == {"unknown"}
+
+
+def test_a_place_that_an_engine_does_not_look_at(tmp_path: Path) -> None:
+    """TensorRT-LLM reads a DFlash list in dflash_config only."""
+    path = testing.write_tiny(
+        tmp_path, "dflash", dflash_config={"mask_token_id": 511, "block_size": 8}, target_layer_ids=[1, 9, 17]
+    )
+    (finding,) = check_draft(path, checks="taps.places")["taps.places"].findings
+    assert finding.where == "config.json: target_layer_ids"
+    assert finding.due == ["dflash_config.target_layer_ids", "target_layer_ids"]
+    assert {name: outcome.outcome for name, outcome in finding.outcomes.items()} == {
+        "sglang": "fine",
+        "vllm": "fine",
+        "tensorrt-llm": "unknown",
+    }
+
+
+def test_a_number_of_taps_that_one_engine_does_not_count(tmp_path: Path) -> None:
+    """Four taps at top level: the head's own class takes three where no key that it counts by is there."""
+    config = testing.tiny_config("eagle3", **{KEY: [2, 6, 10, 14], "eagle_config": ...})
+    path = testing.write_checkpoint(tmp_path, config, {})
+    (finding,) = check_draft(path, checks="taps.fc-width")["taps.fc-width"].findings
+    assert (finding.severity, finding.due, finding.got) == ("warning", 4, {"sglang": 3, "vllm": 3})
+    assert finding.outcomes["vllm"].outcome == "stops"
+    assert "takes 3, its own" in finding.outcomes["vllm"].message
+
+
+@pytest.mark.parametrize("ids", ["1,2", [1.5], [True], [-1, 2], [], {}, [2**70, 1], [[1]], None, [1]])
+@pytest.mark.parametrize("family", ["eagle3", "eagle3-mla", "dflash", "peagle"])
+def test_odd_lists_raise_nothing(family: str, ids: Any, tmp_path: Path) -> None:
+    nested = {"dflash_config": {"mask_token_id": 511, "block_size": 8, "target_layer_ids": ids}}
+    config = testing.tiny_config(family, **(nested if family == "dflash" else {KEY: ids, "eagle_config": {KEY: ids}}))
+    target = _target(tmp_path, 16, "GptOssForCausalLM")
+    report = check_draft(testing.write_checkpoint(tmp_path / "draft", config, {}), target=target, checks="taps")
+    assert len(list(report)) == 6
