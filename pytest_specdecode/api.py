@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from pytest_specdecode import checks as rules
 from pytest_specdecode import engines as known_engines
 from pytest_specdecode import families
 from pytest_specdecode.checkpoint import CONFIG_NAME, Checkpoint
 from pytest_specdecode.engines import ServeOptions
-from pytest_specdecode.errors import UnknownFamilyError
+from pytest_specdecode.errors import DraftError, UnknownFamilyError
 from pytest_specdecode.families import Draft
 from pytest_specdecode.findings import CheckResult
+from pytest_specdecode.replay import baseline as baselines
+from pytest_specdecode.replay.traces import Trace
 from pytest_specdecode.report import DraftReport, Report
 from pytest_specdecode.target import Target
+
+if TYPE_CHECKING:
+    from pytest_specdecode.replay import ReplayResult
 
 Path = str | os.PathLike[str]
 
@@ -59,6 +65,9 @@ def check_draft(
     *,
     serve: str | ServeOptions | None = None,
     device: str = "cpu",
+    trace: Path | None = None,
+    draft_tokens: int | None = None,
+    baseline: Path | None = None,
 ) -> Report:
     """Run the checks on the checkpoint in `path`.
 
@@ -71,6 +80,9 @@ def check_draft(
         skip: ids and groups to leave out.
         serve: the options that the server is to be started with, such as `"algorithm=EAGLE3 num-steps=3"`.
         device: where numeric checks run: `cpu`, `cuda`.
+        trace: a directory of recorded hidden states of the target, see `replay`.
+        draft_tokens: how many tokens a round drafts in a replay; what the draft states where None.
+        baseline: the file with the accepted lengths that must not be undercut.
 
     Returns:
         A report with one result per selected check. A checkpoint that is broken inside has failed and inconclusive checks.
@@ -79,11 +91,77 @@ def check_draft(
         CheckpointError: there is no checkpoint in `path`, or no readable configuration in `target`.
         UnknownCheckError: `checks` or `skip` names no check and no group.
         ServeOptionError: `serve` states an unknown option or a value that it cannot have.
-        DraftError: an unknown engine.
+        DraftError: an unknown engine, or a trace or a baseline that cannot be read.
     """
     selected = rules.select(_names(checks), _names(skip))
-    context = open_context(path, target=target, engines=engines, serve=serve, device=device)
+    context = open_context(
+        path,
+        target=target,
+        engines=engines,
+        serve=serve,
+        device=device,
+        trace=trace,
+        draft_tokens=draft_tokens,
+        baseline=baseline,
+    )
     return Report(drafts=(draft_report(path, context, [run_check(item, context) for item in selected]),))
+
+
+def replay(
+    path: Path,
+    trace: Path,
+    target: Path | None = None,
+    draft_tokens: int | None = None,
+    *,
+    device: str = "cpu",
+    progress: Callable[[str], None] | None = None,
+) -> ReplayResult:
+    """The accepted length of the draft in `path` over recorded hidden states of its target, as serving would give it.
+
+    Args:
+        path: the draft's directory.
+        trace: a directory of recordings, or one: speculators' `hs_<i>.safetensors` or SpecForge's `.ckpt`.
+        target: the target's directory, for the embedding, head and final norm that the draft shares with it or that tell which recorded
+            tokens are the target's own; nothing else of its weights is read.
+        draft_tokens: how many tokens a round drafts; what the draft states, or 4 for a chain, where None.
+        device: where it runs.
+        progress: told now and then how far it is.
+
+    Raises:
+        CheckpointError: the draft or the target cannot be read.
+        TraceError: a recording does not fit the draft.
+        TargetMissingError: the draft shares a tensor with a target that was not given.
+        LayerBuildError: the draft does not build; NoReferenceError where there is no replay of its family.
+    """
+    from pytest_specdecode.replay.run import replay as run
+    from pytest_specdecode.replay.target_weights import TargetWeights
+
+    return run(
+        open_draft(path),
+        Trace.open(trace),
+        target=None if target is None else TargetWeights(target),
+        draft_tokens=draft_tokens,
+        device=device,
+        progress=progress,
+    )
+
+
+def update_baseline(path: Path, report: Report) -> None:
+    """Write the accepted lengths that `report` holds into the baseline `path`, beside those of other drafts that are there.
+
+    A figure that is only agreement with a recorded text is not one to be held to, and is left out.
+
+    Raises:
+        DraftError: the report holds no accepted length, or the file cannot be written.
+    """
+    entries = {}
+    for draft in report.drafts:
+        for result in draft.results:
+            if result.id == "acceptance.length" and result.figures.get("label") == "accepted length":
+                entries[draft.name] = baselines.Entry.of(result.figures)
+    if not entries:
+        raise DraftError("no accepted length was measured; the trace is given with --draft-trace=DIR", path=path)
+    baselines.update(path, entries)
 
 
 def open_context(
@@ -93,10 +171,21 @@ def open_context(
     engines: Sequence[str] | None = None,
     serve: str | ServeOptions | None = None,
     device: str = "cpu",
+    trace: Path | None = None,
+    draft_tokens: int | None = None,
+    baseline: Path | None = None,
 ) -> rules.Context:
     """What the checks of one draft share; errors as `check_draft`."""
-    draft = families.load(Checkpoint.open(path))
-    return context_of(draft, target=target, engines=engines, serve=serve, device=device)
+    return context_of(
+        families.load(Checkpoint.open(path)),
+        target=target,
+        engines=engines,
+        serve=serve,
+        device=device,
+        trace=trace,
+        draft_tokens=draft_tokens,
+        baseline=baseline,
+    )
 
 
 def context_of(
@@ -106,6 +195,10 @@ def context_of(
     engines: Sequence[str] | None = None,
     serve: str | ServeOptions | None = None,
     device: str = "cpu",
+    trace: Path | None = None,
+    draft_tokens: int | None = None,
+    baseline: Path | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> rules.Context:
     """As `open_context`, for a draft that is open already."""
     return rules.Context(
@@ -115,6 +208,10 @@ def context_of(
         engines=known_engines.select(engines),
         judged=engines is not None,
         serve=ServeOptions.parse(serve) if isinstance(serve, str) else serve or ServeOptions(),
+        trace=None if trace is None else Trace.open(trace),
+        draft_tokens=draft_tokens,
+        baseline=None if baseline is None else baselines.read(baseline),
+        progress=progress,
     )
 
 

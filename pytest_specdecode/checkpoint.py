@@ -317,7 +317,7 @@ class Checkpoint:
 
     def _pickled_tensors(self, file: str) -> dict[str, Any]:
         if file not in self._pickled:
-            self._pickled[file] = _load_pickle(self.path / file)
+            self._pickled[file] = read_pickle(self.path / file)
         found: dict[str, Any] = self._pickled[file]
         return found
 
@@ -569,7 +569,12 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     return weight_map, total if _is_extent(total) else None
 
 
-def _load_pickle(path: Path) -> dict[str, Any]:
+def read_pickle(path: Path) -> dict[str, Any]:
+    """The tensors of the dictionary that torch saved in `path`, by name; read with `weights_only=True`.
+
+    Raises:
+        CheckpointError: the file is something else, or needs more than that to be read.
+    """
     try:
         with _open_regular(path) as file:
             start = file.read(512)

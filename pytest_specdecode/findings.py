@@ -97,6 +97,7 @@ class CheckResult:
         seconds: how long the check ran.
         want: what would settle an inconclusive check, where the caller can give it: `target`, `serving`, `trace`, `tensors`, `gpu`.
         expected: why a failure of this check is known and lived with, or empty.
+        figures: what the check measured, in values JSON can hold.
     """
 
     id: str
@@ -106,6 +107,7 @@ class CheckResult:
     seconds: float = 0.0
     want: str = ""
     expected: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_expected(self) -> bool:
@@ -129,6 +131,7 @@ class CheckResult:
             "findings": [finding.to_dict() for finding in self.findings],
             "want": self.want,
             "expected_failure": self.expected,
+            "figures": jsonable(self.figures),
         }
 
     @classmethod
@@ -142,6 +145,7 @@ class CheckResult:
             findings=findings,
             want=found.get("want", ""),
             expected=found.get("expected_failure", ""),
+            figures=found.get("figures", {}),
         )
 
 

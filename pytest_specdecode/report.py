@@ -162,6 +162,8 @@ def draft_lines(draft: DraftReport) -> Iterator[str]:
                 yield from finding_lines(result.id, finding)
         elif result.status == "inconclusive":
             yield f"  inconclusive {result.id}: {printable(result.message)}"
+        elif result.figures:
+            yield f"  {result.id}: {printable(result.message)}"
 
 
 def finding_lines(id: str, finding: Finding, indent: str = "  ") -> Iterator[str]:

@@ -250,12 +250,14 @@ class VocabularySpec:
         draft_vocab_size: Vd as declared under any spelling, or None.
         tie_word_embeddings: as stated, False where absent.
         draft_vocab_key: the key that declares Vd.
+        absolute_map: d2t holds target ids, and not what is to be added to a draft id.
     """
 
     vocab_size: Extent
     draft_vocab_size: Extent = None
     tie_word_embeddings: bool = False
     draft_vocab_key: str | None = None
+    absolute_map: bool = False
 
     @property
     def head_rows(self) -> Extent:
@@ -316,6 +318,8 @@ class Eagle3Flags:
         norm_output: the recycled hidden state is taken after the final norm.
         fc_bias: `fc` has a bias.
         parallel: the heads that draft further tokens at once, where there are any.
+        hidden_first: the first layer reads [hidden, embedding] instead of [embedding, hidden]. No file is meant so; it is a reading that
+            a replay can rule out.
     """
 
     norm_before_residual: bool | None = None
@@ -324,6 +328,7 @@ class Eagle3Flags:
     norm_output: bool = False
     fc_bias: bool = False
     parallel: ParallelHeads | None = None
+    hidden_first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,13 +67,14 @@ def random_tensors(
 ) -> dict[str, torch.Tensor]:
     """The required tensors of `config`, filled from `seed`, by canonical name.
 
-    Matrices are normal with deviation 1 / sqrt(columns), norms lie around one, `d2t` is a random increasing map in offset form and `t2d`
-    its image; other integers are token ids, each once.
+    Matrices are normal with deviation 1 / sqrt(columns), norms lie around one (around zero where the layer multiplies by 1 + w), `d2t` is
+    a random increasing map in offset form and `t2d` its image; other integers are token ids, each once.
     """
     import torch
 
     spec, tensors = expected_tensors(config, family)
     generator = torch.Generator().manual_seed(seed)
+    zero_centred = {layer.index for layer in spec.layers if layer.norm_kind == "gemma"}
     found: dict[str, torch.Tensor] = {}
     for tensor in tensors:
         if tensor.need != "required":
@@ -86,7 +87,8 @@ def random_tensors(
             found[tensor.name] = _token_ids(spec, shape, generator)
             continue
         values = torch.randn(shape, generator=generator)
-        values = 1 + values / 10 if len(shape) == 1 else values / math.sqrt(shape[-1])
+        centre = 0 if tensor.layer in zero_centred and tensor.name.endswith(".weight") else 1
+        values = centre + values / 10 if len(shape) == 1 else values / math.sqrt(shape[-1])
         found[tensor.name] = values.to(getattr(torch, dtype))
     return found
 

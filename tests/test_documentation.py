@@ -51,6 +51,12 @@ def test_the_page_of_checks_is_current() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run python tools/checks_page.py"
 
 
+def test_the_page_of_public_failures_is_current() -> None:
+    """Made from the table that is run as a test."""
+    page = _tool("failures_page")
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run python tools/failures_page.py"
+
+
 def test_the_script_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The block that imports from the package root, in the project's directory."""
     monkeypatch.chdir(ROOT)

@@ -196,6 +196,13 @@ READINGS: list[tuple[str, Draft, str, Any, str | None]] = [
         True,
         "norm_output",
     ),
+    ("sglang", a_draft("eagle3", dtype=..., torch_dtype="bfloat16"), "dtype", "bfloat16", "torch_dtype"),
+    ("sglang", a_draft("eagle3", dtype="float32"), "dtype", "float16", "dtype"),
+    ("sglang", a_draft("eagle3", dtype=..., torch_dtype=...), "dtype", "float16", ""),
+    ("sglang", a_draft("eagle3", dtype=..., torch_dtype=..., model_type="gemma3_text"), "dtype", "bfloat16", ""),
+    ("sglang", a_draft("eagle3", architectures=["Eagle3Qwen3ForCausalLM"]), "qk-norm", False, ""),
+    ("vllm", a_draft("eagle3", architectures=["Eagle3Qwen3ForCausalLM"]), "qk-norm", True, ""),
+    ("vllm", a_draft("eagle3"), "qk-norm", False, ""),
     ("sglang", a_draft("eagle3", attention_bias=True), "qkv-bias", False, ""),
     ("vllm", a_draft("eagle3", attention_bias=True), "qkv-bias", True, "attention_bias"),
     ("tensorrt-llm", a_draft("eagle3", attention_bias=True), "qkv-bias", True, "attention_bias"),
@@ -375,6 +382,14 @@ READINGS: list[tuple[str, Draft, str, Any, str | None]] = [
     ("vllm", a_draft("dspark", markov_head_type="gated"), "markov-head-type", "vanilla", ""),
     ("sglang", a_draft("dflash"), "mask-token", "<|MASK|>", ""),
     ("sglang", a_draft("medusa"), "taps", None, None),
+    # Which half a prediction layer's projection reads first goes by the class, whatever the tensors are called.
+    ("vllm", a_draft("mtp"), "combine", "embed-first", ""),
+    ("vllm", a_draft("mtp", architectures=["MiMoForCausalLM"]), "combine", "hidden-first", ""),
+    ("vllm", a_draft("mtp", architectures=["LlamaForCausalLM"], model_type="mimo"), "combine", "embed-first", ""),
+    ("vllm", a_draft("mtp", model_type="deepseek_v4"), "combine", "sum", ""),
+    ("vllm", a_draft("mtp", architectures="MiMoForCausalLM"), "combine", "embed-first", ""),
+    ("sglang", a_draft("mtp", architectures=["MiMoForCausalLM"]), "combine", "hidden-first", ""),
+    ("sglang", a_draft("mtp"), "combine", None, None),
 ]
 
 
@@ -658,7 +673,9 @@ def test_every_statement_has_a_source(name: str) -> None:
 #: Faults of which nothing is known of any engine, each with the reason.
 UNKNOWN_TO_ALL: dict[str, str] = {
     "causality-unstated": "each engine has a reading, and none is known to be the trained one",
+    "key-misspelled": "what is lost is whatever the key was meant to say",
     "layout-unstated": "each engine has a reading, and none is known to be the trained one",
+    "sinks": "whether they are applied hangs on the attention backend",
     "target-quantised": "accepted nothing in one report, whose cause is not settled",
     "target-rotated": "what a rotation costs depends on what the draft was trained on",
 }

@@ -9,17 +9,24 @@ from __future__ import annotations
 # isort: off
 from pytest_specdecode.checks import files
 from pytest_specdecode.checks import config
+from pytest_specdecode.checks import config_keys
+from pytest_specdecode.checks import quantization
 from pytest_specdecode.checks import vocabulary
 from pytest_specdecode.checks import weights
+from pytest_specdecode.checks import weights_flags
+from pytest_specdecode.checks import weights_values
 from pytest_specdecode.checks import taps
 from pytest_specdecode.checks import rope
 from pytest_specdecode.checks import dflash
 from pytest_specdecode.checks import dspark
+from pytest_specdecode.checks import mtp
+from pytest_specdecode.checks import heads
 from pytest_specdecode.checks import speculators
 from pytest_specdecode.checks import layers
 from pytest_specdecode.checks import fused_kv
 from pytest_specdecode.checks import target
 from pytest_specdecode.checks import serving
+from pytest_specdecode.checks import acceptance
 
 # isort: on
 from pytest_specdecode.checks.registry import (
@@ -40,12 +47,17 @@ __all__ = [
     "Inconclusive",
     "Skip",
     "UnknownCheckError",
+    "acceptance",
     "config",
+    "config_keys",
     "dflash",
     "dspark",
     "files",
     "fused_kv",
+    "heads",
     "layers",
+    "mtp",
+    "quantization",
     "rope",
     "run",
     "select",
@@ -55,4 +67,6 @@ __all__ = [
     "target",
     "vocabulary",
     "weights",
+    "weights_flags",
+    "weights_values",
 ]

@@ -19,6 +19,9 @@ from pytest_specdecode.spec import GQASpec, MLASpec
     why="An engine picks the algorithm by label; another label over the same weights is served with accepted length 1.0.",
     needs=("config", "headers"),
     anywhere=True,
+    cost="accepted length 1.00 for an EAGLE3 draft that was served as EAGLE (sgl-project/sglang PR 21272)",
+    example={"architectures": ["DFlashDraftModel"]},
+    fix="set architectures and projector_type to what the weights are",
 )
 def family(context: Context) -> Iterator[Finding]:
     """The evidence for each family, shown where it does not agree."""
@@ -72,6 +75,8 @@ def family(context: Context) -> Iterator[Finding]:
     title="every value that is read is there where its family cannot do without it, and has the type its readers expect",
     why="A string where a number is due is read as absent by one engine and stops another; for an absent one a class default steps in.",
     anywhere=True,
+    example={"rms_norm_eps": "small"},
+    fix="state a value of the type that the finding names",
 )
 def types(context: Context) -> Iterator[Finding]:
     """Values of the wrong type or beyond what any draft has, and options of the family that are not stated or cannot be."""
@@ -126,7 +131,9 @@ def architectures(context: Context) -> Iterator[Finding]:
         if name not in labels:
             outcomes[name] = Outcome(outcome="unknown")
         elif stated[0] in labels[name]:
-            outcomes[name] = outcomes[name] if outcomes[name].outcome == "fine" else engines.fine("has a class for the label")
+            outcomes[name] = (
+                outcomes[name] if outcomes[name].outcome == "fine" else engines.fine("has a class for the label")
+            )
     common = [label for label in next(iter(labels.values())) if all(label in known for known in labels.values())]
     due = common or sorted({label for known in labels.values() for label in known})
     yield context.warn(
@@ -187,12 +194,12 @@ def num_hidden_layers(context: Context) -> Iterator[Finding]:
             fault="layer-count",
             outcomes=_taken(context, bounds),
         )
-    elif len(spec.layers) == 1 and stated > 1 and not held:
+    elif (most := _most_layers(context)) is not None and stated > most:
         yield context.fail(
-            f"{stated} layers are declared, and a draft of the family {spec.family} has one",
+            f"{stated} layers are declared; the most that {spec.family} drafts have is {most}",
             where=where,
             got=stated,
-            due=1,
+            due=most,
             fault="layer-count",
         )
     elif spec.family == "eagle3" and stated > 1:
@@ -211,6 +218,8 @@ def num_hidden_layers(context: Context) -> Iterator[Finding]:
     why="A head width derived from the wrong numbers loads without an error where the product happens to fit.",
     needs=("config", "headers"),
     faults=("tensor-shape",),
+    example={"num_key_value_heads": 3},
+    fix="state heads, KV heads and head_dim as the rows of the projections have them",
 )
 def head_arithmetic(context: Context) -> Iterator[Finding]:
     """Counts and widths of the first layer's heads, and rows of q against columns of o, k against v."""
@@ -265,6 +274,8 @@ def head_arithmetic(context: Context) -> Iterator[Finding]:
         "q-lora-rank-absent",
         "q-lora-rank-null",
     ),
+    example={"family": "eagle3-mla", "q_lora_rank": None},
+    fix="state the rank that q_a_proj's rows have",
 )
 def q_lora_rank(context: Context) -> Iterator[Finding]:
     """Null, absent and not positive are three findings."""
@@ -308,6 +319,8 @@ def q_lora_rank(context: Context) -> Iterator[Finding]:
     why="A configuration class fills in DeepSeek-V3's numbers for what is absent.",
     families=("eagle3-mla", "dspark"),
     faults=("mla-field-missing",),
+    example={"family": "eagle3-mla", "v_head_dim": ...},
+    fix="state the widths of the latent attention that was trained",
 )
 def mla_fields(context: Context) -> Iterator[Finding]:
     """All missing fields in one finding."""
@@ -327,12 +340,18 @@ def mla_fields(context: Context) -> Iterator[Finding]:
         )
 
 
+def _most_layers(context: Context) -> int | None:
+    return None if context.draft.family is None else context.draft.family.most_layers
+
+
 def _taken(context: Context, bounds: Mapping[str, int]) -> dict[str, Outcome]:
     """Per engine: what it does about more layers than it takes, where that is so; fine where it takes any number."""
     found = {}
     for name, reading in context.readings("layers").items():
         if name in bounds:
-            refused = engines.stops(reading.refused, reading.source) if reading is not None and reading.refused else None
+            refused = (
+                engines.stops(reading.refused, reading.source) if reading is not None and reading.refused else None
+            )
             found[name] = refused or engines.ENGINES[name].outcome("layer-count", context.spec)
         else:
             found[name] = Outcome(outcome="unknown") if reading is None else engines.fine("takes any number of layers")

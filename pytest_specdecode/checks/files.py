@@ -18,6 +18,8 @@ _REFETCH = "fetch or write the file again; a checkpoint that cannot be read whol
     why="Some loaders read what is left of a cut shard as zeros, and the draft is served with them.",
     needs=("config", "headers"),
     anywhere=True,
+    example="a shard that was cut short in an upload, or has bytes after its last tensor",
+    fix="export or download the named file again",
 )
 def readable(context: Context) -> Iterator[Finding]:
     """Faults of the configuration and of single weights files."""
@@ -34,6 +36,8 @@ def readable(context: Context) -> Iterator[Finding]:
     why="A missing shard loads as uninitialised memory in some engines, a file beside the index in some and not in others.",
     needs=("headers",),
     anywhere=True,
+    example="an index that names model-00002-of-00002.safetensors where no such file lies",
+    fix="write the index anew from the shards that are there, and take strangers out of the directory",
 )
 def index(context: Context) -> Iterator[Finding]:
     """Contradictions between the index, the shards and the directory."""
@@ -74,6 +78,8 @@ def index(context: Context) -> Iterator[Finding]:
     severity="warning",
     needs=("headers",),
     anywhere=True,
+    example="a pytorch_model.bin in the place of, or beside, model.safetensors",
+    fix="save the weights as safetensors and leave the pickle out",
 )
 def pickle(context: Context) -> Iterator[Finding]:
     """Pickled weights."""
@@ -96,6 +102,8 @@ def pickle(context: Context) -> Iterator[Finding]:
     severity="warning",
     needs=("config",),
     anywhere=True,
+    example="an auto_map in config.json, or a .py file or a mask_embedding.pt beside the weights",
+    fix="leave the code out; a tensor that the draft needs belongs among its weights",
 )
 def code(context: Context) -> Iterator[Finding]:
     """`auto_map`, Python files and side files that carry tensors."""

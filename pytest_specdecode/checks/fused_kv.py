@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pytest_specdecode import engines
+from pytest_specdecode.checks.keys import layer_key
 from pytest_specdecode.checks.registry import Context, Inconclusive, check, require_layers
+from pytest_specdecode.engines.base import Declined, falls_back, serves_wrong, stops
 from pytest_specdecode.errors import DraftError, FusedKVError, StackUnsupportedError
 from pytest_specdecode.families.quantised import PLAIN_FLOATS
 from pytest_specdecode.findings import Finding
 from pytest_specdecode.fused_kv.stack import AXES, LayerFacts, mismatches, normal_scaling
+from pytest_specdecode.fused_kv.tensor_parallel import rank_layers, why_not_divided
 from pytest_specdecode.spec import DraftSpec, GQASpec, LayerSpec
+
+#: Numbers of tensor-parallel ranks that drafts are served with.
+_RANKS = (1, 2, 4, 8)
+_VALUE_SCALE = "attention_value_scale"
 
 #: What each axis means, for titles and documentation.
 MEANING: dict[str, str] = {
@@ -77,17 +85,21 @@ for _axis in AXES:
         needs=("config", "headers"),
         unless=no_stack,
         faults=(f"fused-kv-{_axis}",),
+        example=f"a layer after the first whose {MEANING[_axis]} is not layer 0's",
+        fix="export every layer alike, or serve the draft layer by layer",
     )(axis_check(_axis))
 
 
 @check(
     "fused-kv.norm-eps",
     title="all layers agree in the epsilon of k_norm",
-    why="vLLM norms every layer with layer 0's epsilon; the difference shows on small keys only.",
+    why="A path that takes one epsilon for all layers norms small keys wrong.",
     severity="warning",
     needs=("config", "headers"),
     unless=no_stack,
     faults=("fused-kv-norm-eps",),
+    example="rms_norm_eps that one layer states otherwise",
+    fix="state one epsilon for all layers",
 )
 def norm_eps(context: Context) -> Iterator[Finding]:
     """Layers whose epsilon is not layer 0's."""
@@ -109,6 +121,8 @@ def norm_eps(context: Context) -> Iterator[Finding]:
     why="Acceptance is the only other thing that a wrong context K/V changes, and it falls without an error.",
     needs=("headers", "tensors", "triton"),
     unless=no_stack,
+    example="none from a checkpoint whose layers build: it guards the kernel on these weights",
+    fix="report it, with the checkpoint, as a defect of this library",
 )
 def matches_reference(context: Context) -> Iterator[Finding]:
     """K within eager's own error of the truth, V bit for bit, at positions near and far."""
@@ -161,6 +175,157 @@ def matches_reference(context: Context) -> Iterator[Finding]:
         if stack.value_scale == 1.0
         else f"K's error is {measured.rms_ratio:.2f} of eager's ({stack.backend})"
     )
+
+
+@check(
+    "fused-kv.tensor-parallel",
+    title="stacks sliced for tensor-parallel ranks rebuild the whole; heads divide among the ranks or are replicated",
+    why="A rank that holds other rows than it believes fills its part of the cache with another head's keys.",
+    needs=("config", "headers", "tensors"),
+    unless=no_stack,
+    faults=("tensor-parallel-heads",),
+    example="10 query heads and 2 KV heads, served with tp=4",
+    fix="serve the draft with a number of ranks that its heads allow",
+)
+def tensor_parallel(context: Context) -> Iterator[Finding]:
+    """The counts of heads for each number of ranks, an error only where that number is asked for; then K and V of every rank's stack."""
+    facts, asked = _facts(context), context.serve["tp"]
+    counts = sorted({*_RANKS, *([asked] if asked is not None and asked > 0 else [])})
+    refused = {ranks: reason for ranks in counts if (reason := _undivided(context, facts, ranks)) is not None}
+    if asked in refused:
+        first = context.spec.layers[0].attention
+        yield context.fail(
+            refused[asked],
+            where=f"config.json: {layer_key(context, 'num_attention_heads')}, {layer_key(context, 'num_key_value_heads')}",
+            got={"tp": asked, "heads": getattr(first, "num_heads", None), "KV heads": facts[0].num_kv_heads},
+            due=f"tp of {', '.join(str(ranks) for ranks in counts if ranks not in refused)}",
+            fix="start the server with one of those, or leave the draft on one rank where the engine can",
+            fault="tensor-parallel-heads",
+        )
+    if not context.draft.checkpoint.has_weights:
+        return
+    shared = [ranks for ranks in counts if ranks not in refused]
+    yield from _sliced(context, [ranks for ranks in shared if ranks > 1])
+    context.notes["fused-kv.tensor-parallel"] = f"{', '.join(map(str, shared))} ranks rebuild the whole" + "".join(
+        f"; not {ranks}: {reason}" for ranks, reason in refused.items()
+    )
+
+
+@check(
+    "fused-kv.engine-path",
+    title="engines that have a fused path use it for this draft, and fill the cache right",
+    why="Without the path every committed token costs a pass per layer, and where it is used on what it does not read, K or V is wrong.",
+    severity="warning",
+    needs=("config", "headers"),
+    unless=no_stack,
+    example={"family": "dspark", "rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}},
+    fix="nothing, where serving layer by layer is fast enough; else give the layers the form that the engine's path takes",
+)
+def engine_path(context: Context) -> Iterator[Finding]:
+    """For each engine whether it takes the path, else its reason; a warning where it says nothing of it, or takes it and is wrong."""
+    faults = [f"fused-kv-{fault.axis}" for fault in _faults(context) if not isinstance(fault, StackUnsupportedError)]
+    said: list[str] = []
+    for name in context.engines:
+        engine = engines.ENGINES[name]
+        if engine.fused_path is None:
+            continue
+        reason = engine.fused_path(context.draft)
+        how = reason.how if isinstance(reason, Declined) else "logged"
+        if reason is None:
+            said.append(f"{engine.title} uses its fused path")
+            wrong = {
+                fault: found
+                for fault in faults
+                if (found := engine.outcome(fault, context.spec)).outcome == "serves wrong"
+            }
+            ignored = [item for item in engine.ignored(context.draft) if item.key.rpartition(".")[2] == _VALUE_SCALE]
+            if wrong or ignored:
+                texts = [outcome.message for outcome in wrong.values()] + [item.instead for item in ignored]
+                yield context.warn(
+                    f"{engine.title} uses its fused path and fills the cache wrong: {'; '.join(dict.fromkeys(texts))}",
+                    where=", ".join(wrong) or f"config.json: {ignored[0].key}",
+                    got=list(wrong) or ignored[0].key,
+                    due="what the path reads",
+                    fix="see the checks of the fused K/V's axes" if wrong else "serve with an engine that reads it",
+                    outcomes={
+                        name: next(iter(wrong.values()), serves_wrong(texts[0], ignored[0].source if ignored else ""))
+                    },
+                )
+            continue
+        said.append(f"{engine.title} {'' if how == 'absent' else 'does not: '}{reason}")
+        # What an engine logs, the checks of the axes show; it counts here where the engine was chosen.
+        if how in ("silent", "stops") or (how == "logged" and context.judged):
+            make = stops if how == "stops" else falls_back
+            yield context.warn(
+                f"{engine.title} does not use its fused path: {reason}",
+                where="config.json",
+                got=str(reason),
+                due="the fused path",
+                fix="give the layers the form that the path takes, where serving layer by layer is too slow",
+                outcomes={name: make(str(reason))},
+            )
+    context.notes["fused-kv.engine-path"] = "; ".join(said)
+
+
+def _undivided(context: Context, facts: list[LayerFacts], ranks: int) -> str | None:
+    """Why `ranks` ranks cannot share the heads of some layer, or None where they can or the counts are not known."""
+    for layer, fact in zip(context.spec.layers, facts, strict=True):
+        heads, kv_heads = getattr(layer.attention, "num_heads", None), fact.num_kv_heads
+        if heads and kv_heads and (reason := why_not_divided(heads, kv_heads, ranks)) is not None:
+            return reason
+    return None
+
+
+def _sliced(context: Context, counts: list[int]) -> Iterator[Finding]:
+    """K and V of the ranks' stacks, put together, against the whole stack's; ranks that share a head agree bit for bit."""
+    import torch
+
+    from pytest_specdecode.fused_kv.path import FusedKV
+    from pytest_specdecode.fused_kv.reference import fused_kv_reference
+    from pytest_specdecode.numerics import NumericsError, assert_close, assert_exact
+
+    try:
+        layers = context.draft.layers(device=context.device)
+        whole = context.draft.fused_kv(layers=layers, device=context.device)
+    except FusedKVError as error:
+        raise Inconclusive(f"the layers are no stack: {error}; see fused-kv.{error.axis}") from None
+    except DraftError as error:
+        raise Inconclusive(f"a layer does not build: {error}; see layers.build") from None
+    last = min(layers[0].self_attn.rotary_emb.max_position_embeddings or 2048, 32768) - 1
+    positions = torch.tensor([0, 3, 1, last], device=context.device)
+    generator = torch.Generator().manual_seed(20240607)
+    hidden = torch.randn(len(positions), whole.hidden_size, generator=generator).to(context.device, whole.dtype)
+    due, base = fused_kv_reference(layers, hidden, positions), whole.compute(hidden, positions)
+    for ranks in counts:
+        pieces = []
+        for rank in range(ranks):
+            sliced = rank_layers(layers, ranks, rank)
+            attn = sliced[0].self_attn
+            stack = FusedKV(
+                sliced, attn.rotary_emb, attn.num_kv_heads, attn.head_dim, context.device, backend=whole.backend
+            )
+            pieces.append(stack.compute(hidden, positions))
+        copies = max(1, ranks // whole.num_kv_heads)
+        try:
+            for part, name in enumerate("KV"):
+                joined = torch.cat([piece[part] for piece in pieces[::copies]], dim=2)
+                assert_close(
+                    joined, due[part], base[part], what=f"{name} of {ranks} ranks", reduction_sizes=(whole.hidden_size,)
+                )
+                for rank, piece in enumerate(pieces):
+                    twin = pieces[rank - rank % copies][part]
+                    assert_exact(piece[part], twin, what=f"{name} of rank {rank} of {ranks}")
+        except NumericsError as error:
+            yield context.fail(
+                str(error),
+                where=", ".join(
+                    context.draft.stored_name(f"layers.{context.spec.layers[0].index}.self_attn.{part}.weight")
+                    for part in ("k_proj", "v_proj")
+                ),
+                got=error.got,
+                due=error.due,
+                fix="look at the order of the rows of K and V: all heads of K, then all heads of V",
+            )
 
 
 def _faults(context: Context) -> list[FusedKVError]:

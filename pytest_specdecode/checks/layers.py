@@ -7,7 +7,7 @@ for layers too large for that.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,9 @@ LARGE = 64.0
 _DOUBLE_LIMIT = 150_000_000
 #: Bytes of a parameter in the dtype that drafts are stored in.
 _STORED = 2
+#: How many times one row's rounding error (of `numerics.TOLERANCES`, several roundings already) a whole layer may show: a dozen
+#: operations in a row, whose errors add up as a walk does, and a residual that may halve the result.
+_ROUNDINGS = 8.0
 
 
 @check(
@@ -38,6 +41,8 @@ _STORED = 2
     title="every layer and the head behind them build from the checkpoint and run",
     why="What cannot be built here is what a serving engine would have to guess.",
     needs=("headers", "tensors"),
+    example="a projection that is missing, of another shape, or packed by a quantiser",
+    fix="mend what the named tensor lacks; weights.missing and weights.shapes list all",
 )
 def build(context: Context) -> Iterator[Finding]:
     """The first reason per layer, and the head's, all in one finding."""
@@ -107,6 +112,8 @@ def _build_head(context: Context) -> None:
     why="A layer that overflows on a large state drafts NaN for the rest of the request.",
     needs=("headers", "tensors"),
     faults=("nan",),
+    example="down projections so large that a plain input overflows in the stored dtype",
+    fix="export the trained weights again; where only float16 overflows, serve in bfloat16",
 )
 def finite(context: Context) -> Iterator[Finding]:
     """In the stored dtype; a layer that overflows in float16 only is a warning."""
@@ -147,6 +154,8 @@ def finite(context: Context) -> Iterator[Finding]:
     title="decoding with a cache equals one prefill",
     why="A draft decodes step by step on what a prefill left; the two must be one function.",
     needs=("headers", "tensors"),
+    example="none from a checkpoint that passes the others: it guards the reference layers themselves",
+    fix="report it, with the checkpoint, as a defect of this library",
 )
 def incremental(context: Context) -> Iterator[Finding]:
     """Largest difference over the layers, in float64 where that fits."""
@@ -166,6 +175,8 @@ def incremental(context: Context) -> Iterator[Finding]:
     why="Engines run the absorbed form, trainers the naive one; they agree only while kv_b_proj is laid out as both read it.",
     needs=("headers", "tensors"),
     families=("eagle3-mla", "mtp", "dspark"),
+    example="a kv_b_proj whose rows are not heads of nope and value lanes",
+    fix="export kv_b_proj with its heads one after the other, keys before values in each",
 )
 def mla_absorbed(context: Context) -> Iterator[Finding]:
     """Largest difference of the two forms, in float64 where that fits."""
@@ -185,6 +196,130 @@ def mla_absorbed(context: Context) -> Iterator[Finding]:
         if not difference <= worst:
             worst, where = difference, index
     yield from _exactness(context, "layers.mla-absorbed", worst, where, "the absorbed form differs from the naive one")
+
+
+@check(
+    "layers.batch",
+    title="a row's result does not depend on its neighbours",
+    why="A layer that mixes the rows of a batch drafts well alone and badly under load.",
+    needs=("headers", "tensors"),
+    example="a layer that takes every row's positions from the first row",
+    fix="report it, with the checkpoint, as a defect of this library",
+)
+def batch(context: Context) -> Iterator[Finding]:
+    """Three rows of different size in one batch against each row alone, in float64 where that fits."""
+    import torch
+
+    from pytest_specdecode.numerics import NumericsError, assert_close
+
+    rows = (1.0, LARGE, 1e-3)
+    worst = 0.0
+    for index, layer in _exact_layers(context):
+        inputs = _rows_of_scale(layer.probe(TOKENS, SEED, batch=len(rows)), rows)
+        with _build_reports(context, index):
+            together = layer.prefill(inputs)
+            alone = torch.stack([layer.prefill(_row(inputs, row)) for row in range(len(rows))])
+        place = f"layer {context.draft.stored_layer(index)}"
+        if together.shape != alone.shape:
+            yield context.fail(
+                "a batch gives another shape than its rows",
+                where=place,
+                got=list(together.shape),
+                due=list(alone.shape),
+            )
+            continue
+        try:
+            # Each row by itself, so that the large one's size is not the small one's tolerance.
+            for row in range(len(rows)):
+                measured = assert_close(
+                    together[row],
+                    alone[row].double(),
+                    alone[row],
+                    axes=("token", "lane"),
+                    reduction_sizes=_sums(context, index),
+                )
+                largest = float(alone[row].abs().max())
+                worst = max(worst, measured.max_error / largest if largest else measured.max_error)
+        except NumericsError as error:
+            yield context.fail(
+                f"row {row} of a batch is not what it is alone: {error}",
+                where=place,
+                got=error.got if error.error is None else error.error,
+                due=error.due if error.bound is None else f"at most {error.bound:.1e}",
+                fix="look for positions, masks or statistics that are shared between rows",
+            )
+    context.notes["layers.batch"] = f"largest difference {worst:.1e} of a row's largest value"
+
+
+@check(
+    "layers.precision",
+    title="the storage dtype costs no more than rounding does",
+    why="A layer whose sums cancel or overflow in its dtype drafts noise, and nothing stops.",
+    severity="warning",
+    needs=("headers", "tensors"),
+    faults=("nan",),
+    example="a float16 draft whose intermediate values pass 65504",
+    fix="store the draft in bfloat16 or float32, as it was trained",
+)
+def precision(context: Context) -> Iterator[Finding]:
+    """The median row's relative error in the stored dtype against float64, float32 for large layers, in the note."""
+    import torch
+
+    from pytest_specdecode.numerics import TOLERANCES
+
+    exact = _exact_dtype(context)
+    figures: dict[int, float] = {}
+    overflowing: list[int] = []
+    coarse: dict[int, tuple[float, float]] = {}
+    dtypes: set[str] = set()
+    for index, layer in _layers(context):
+        name = _dtype_of(context, index) or ""
+        dtype = getattr(torch, name, None)
+        if dtype not in TOLERANCES or dtype.itemsize >= exact.itemsize:
+            continue
+        dtypes.add(name)
+        inputs = layer.probe(TOKENS, SEED)
+        with _build_reports(context, index):
+            got = layer.prefill(inputs)
+            truth = context.draft.layer(index, dtype=exact, device=context.device).prefill(
+                {key: value.to(exact) if value.is_floating_point() else value for key, value in inputs.items()}
+            )
+        if not bool(got.isfinite().all()):
+            if bool(truth.isfinite().all()):
+                overflowing.append(index)
+            continue
+        error, size = (got.to(exact) - truth).norm(dim=-1), truth.norm(dim=-1)
+        # The middle row: an expert chosen otherwise by a hair is no matter of precision, and would fill one row.
+        figures[index] = float((error / size.clamp_min(torch.finfo(exact).tiny)).median())
+        bound = _ROUNDINGS * TOLERANCES[dtype].row_l2
+        if not figures[index] <= bound:
+            coarse[index] = (figures[index], bound)
+    if figures:
+        index = max(figures, key=figures.__getitem__)
+        context.notes["layers.precision"] = (
+            f"relative error {figures[index]:.1e} in {' and '.join(sorted(dtypes))}, largest in layer "
+            f"{context.draft.stored_layer(index)}"
+        )
+    elif not overflowing:
+        raise Skip("no layer is stored in a dtype that is coarser than the one it would be compared in")
+    if overflowing:
+        yield context.warn(
+            f"a layer overflows in {' and '.join(sorted(dtypes))} where float64 does not",
+            where=f"layers {', '.join(str(context.draft.stored_layer(index)) for index in overflowing)}",
+            got="not finite",
+            due="finite",
+            fault="nan",
+        )
+    if coarse:
+        index = max(coarse, key=lambda index: coarse[index][0])
+        figure, bound = coarse[index]
+        yield context.warn(
+            f"the error of the stored dtype is {figure:.1e} of the result, more than its roundings make up",
+            where=f"layers {', '.join(str(context.draft.stored_layer(index)) for index in sorted(coarse))}",
+            got=figure,
+            due=f"at most {bound:.1e}",
+            fix="look for weights that nearly cancel or are far larger than the rest",
+        )
 
 
 def _require_memory(context: Context, width: int) -> None:
@@ -241,10 +376,42 @@ def _build_reports(context: Context, index: int) -> Iterator[None]:
 
 
 def _exact_layers(context: Context) -> Iterator[tuple[int, ReferenceLayer]]:
+    return _layers(context, _exact_dtype(context))
+
+
+def _exact_dtype(context: Context) -> torch.dtype:
+    """The dtype in which a layer counts as exact: float64, or float32 for layers that would be too large in it."""
     import torch
 
     per_layer = context.draft.checkpoint.num_parameters / max(1, len(context.spec.layers))
-    return _layers(context, torch.float64 if per_layer < _DOUBLE_LIMIT else torch.float32)
+    return torch.float64 if per_layer < _DOUBLE_LIMIT else torch.float32
+
+
+def _row(inputs: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+    """One row of a batch as inputs of its own."""
+    return {name: value[row] for name, value in inputs.items()}
+
+
+def _rows_of_scale(inputs: Mapping[str, torch.Tensor], scales: Sequence[float]) -> dict[str, torch.Tensor]:
+    """The batch with row i times `scales[i]`, and its positions moved on by i, so that no two rows are alike; ids stay."""
+    import torch
+
+    found = {}
+    for name, value in inputs.items():
+        shape = (-1, *(1,) * (value.ndim - 1))
+        if value.is_floating_point():
+            value = value * torch.tensor(scales, dtype=value.dtype, device=value.device).view(shape)
+        elif "positions" in name:
+            value = value + torch.arange(len(scales), device=value.device).view(shape)
+        found[name] = value
+    return found
+
+
+def _sums(context: Context, index: int) -> tuple[int, ...]:
+    """Lengths of the longest sums of layer `index`, for a tolerance."""
+    layer = context.spec.layers[index]
+    known = (context.spec.hidden_size, context.spec.hidden_size, layer.intermediate_size, TOKENS)
+    return tuple(extent for extent in known if extent)
 
 
 def _exactness(context: Context, id: str, worst: float, layer: int, message: str) -> Iterator[Finding]:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pytest_specdecode import engines
-from pytest_specdecode.engines import Reading, ServeOptions
+from pytest_specdecode.engines import Misnames, Reading, ServeOptions
 from pytest_specdecode.errors import DraftError
 from pytest_specdecode.families import Draft
 from pytest_specdecode.findings import STATUS_ORDER, CheckResult, Finding, Outcome, Severity, Status
+from pytest_specdecode.replay.baseline import Entry
+from pytest_specdecode.replay.traces import Trace
 from pytest_specdecode.spec import DraftSpec
 from pytest_specdecode.target import Target
 
@@ -99,7 +101,13 @@ class Context:
         engines: names of the engines whose verdict counts.
         judged: whether those were chosen: then an error is what one of them stops at or serves wrong.
         serve: the options that the server is to be started with.
+        trace: recorded hidden states of the target, where they were given.
+        draft_tokens: how many tokens a round drafts; None for what the draft states.
+        baseline: accepted lengths that drafts had before, by name; None where there is no such file, and it judges nothing.
+        progress: told now and then how far a long check is.
         notes: figures that a passing check wants shown; the check sets `notes[its id]`.
+        figures: what a check measured, in values JSON can hold, for the report; the check sets `figures[its id]`.
+        memo: what one check has worked out and another may use.
     """
 
     draft: Draft
@@ -108,7 +116,13 @@ class Context:
     engines: tuple[str, ...] = engines.NAMES
     judged: bool = False
     serve: ServeOptions = field(default_factory=ServeOptions)
+    trace: Trace | None = None
+    draft_tokens: int | None = None
+    baseline: Mapping[str, Entry] | None = None
+    progress: Callable[[str], None] | None = None
     notes: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    memo: dict[str, Any] = field(default_factory=dict)
 
     @property
     def spec(self) -> DraftSpec:
@@ -152,6 +166,18 @@ class Context:
     def labels(self) -> dict[str, tuple[str, ...] | None]:
         """The `architectures` entries under which each engine serves such a draft; None where that is not known."""
         return engines.known_labels(self.draft, self.engines)
+
+    def ignored(self) -> dict[str, dict[str, Outcome]]:
+        """The keys that an engine passes over at a loss, with what each engine does; see `engines.ignored`."""
+        return engines.ignored(self.draft, self.engines)
+
+    def misnames(self) -> list[Misnames]:
+        """The rules about names of tensors that the engines' loaders have for such a draft."""
+        return engines.misnames(self.draft, self.engines)
+
+    def null_stops(self) -> dict[str, frozenset[str]]:
+        """The keys at which a null stops each engine of which that is known."""
+        return engines.null_stops(self.draft, self.engines)
 
     def warn(self, message: str, **fields: Any) -> Finding:
         """As `fail`, with severity `warning`."""
@@ -225,6 +251,7 @@ def run(item: Check, context: Context) -> CheckResult:
             message=message,
             findings=tuple(findings),
             seconds=time.perf_counter() - started,
+            figures=context.figures.get(item.id, {}),
         )
 
     try:
@@ -310,6 +337,8 @@ def _require(item: Check, context: Context) -> None:
         raise Inconclusive(
             'needs the options that the server is started with: --draft-serve="algorithm=EAGLE3 num-steps=3"', "serving"
         )
+    if "trace" in item.needs and context.trace is None:
+        raise Inconclusive("needs recorded hidden states of the target: --draft-trace=DIR", "trace")
     if "gpu" in item.needs and context.device == "cpu":
         raise Inconclusive("needs a GPU: --draft-device=cuda", "gpu")
 

@@ -248,7 +248,7 @@ def _wrong_values(
     title="the draft has a position for every one that is served",
     why="The rotary table is as long as max_position_embeddings: past it a server stops, or reads what is not there.",
     needs=("config", "target", "serving"),
-    cost="accepted length falls to 1 beyond 2048 tokens with max_position_embeddings 2048 (vllm-project/vllm issue 48894, PR 49343)",
+    cost="failures, or a collapse of acceptance, beyond 2048 tokens with max_position_embeddings 2048 (vllm-project/vllm issue 48894)",
     example="max_position_embeddings 2048 beside a target with 40960, or --draft-serve='context-length=131072'",
     fix="state the length that the draft was trained for, or serve a shorter context",
 )
@@ -405,7 +405,8 @@ def inherited(context: Context) -> Iterator[Finding]:
     _ropes(context)
     attentions = [layer.attention for layer in context.spec.layers]
     if context.spec.model_type not in (None, "qwen3", "llama") or any(
-        not isinstance(item, GQASpec) or item.q_gate for item in attentions
+        not isinstance(layer.attention, GQASpec) or layer.attention.q_gate or layer.norm_kind != "rms"
+        for layer in context.spec.layers
     ):
         raise Skip(f"layers of {context.spec.model_type or 'another kind'} may have such parts of their own")
     prefix = open_view(context.draft.checkpoint).layer.path("")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +13,15 @@ from pytest_specdecode.families import Draft
 
 if TYPE_CHECKING:
     import torch
+
+
+#: `k_scale`, `self_attn.attn.v_scale`, `k_proj.k_scale`.
+_CACHE_SCALE = re.compile(r"(?:^|\.)[kv]_scale$")
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor stored as `name` scales keys or values of a quantised cache."""
+    return _CACHE_SCALE.search(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)

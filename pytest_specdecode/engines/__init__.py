@@ -17,6 +17,7 @@ from pytest_specdecode.engines.base import (
     Reading,
     Reads,
     Refusal,
+    at,
     fine,
     serves_wrong,
     stops,
@@ -43,8 +44,10 @@ __all__ = [
     "ServeOptionError",
     "ServeOptions",
     "against",
+    "at",
     "captures",
     "compare",
+    "fine",
     "ignored",
     "known_labels",
     "looks_in",
@@ -54,6 +57,7 @@ __all__ = [
     "readings",
     "refusals",
     "select",
+    "stops",
     "versions",
 ]
 
@@ -117,7 +121,9 @@ def known_labels(draft: Draft, names: Iterable[str] = NAMES) -> dict[str, tuple[
 def misnames(draft: Draft, names: Iterable[str] = NAMES) -> list[Misnames]:
     """The rules about names of tensors that the loaders of the engines `names` have for such a draft, each fault once."""
     family = None if draft.spec is None else draft.spec.family
-    found = {(rule.fault, rule.pattern): rule for name in names for rule in ENGINES[name].misnames if family in rule.families}
+    found = {
+        (rule.fault, rule.pattern): rule for name in names for rule in ENGINES[name].misnames if family in rule.families
+    }
     return list(found.values())
 
 

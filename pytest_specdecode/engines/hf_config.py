@@ -33,32 +33,30 @@ THETA_DEFAULTS: Mapping[str, float] = {
 _DROPS_WINDOW = ("qwen2", "qwen3", "qwen3_moe")
 
 #: Fields that every configuration class of transformers refuses a null in, being typed as plain numbers and booleans.
-_NO_NULLS = (
-    *("hidden_size", "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads"),
-    *("num_hidden_layers", "tie_word_embeddings", "use_cache", "vocab_size"),
-)
-_EXPERTS_NO_NULLS = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
+_NO_NULLS = """
+hidden_size initializer_range intermediate_size max_position_embeddings num_attention_heads num_hidden_layers tie_word_embeddings
+use_cache vocab_size
+"""
 
 #: Further ones by `model_type`, found by giving each class of transformers 5.15.0 a null for each of its fields.
+_OWN_NO_NULLS = {
+    "llama": "attention_bias hidden_act mlp_bias rms_norm_eps",
+    "mistral": "attention_dropout hidden_act num_key_value_heads rms_norm_eps",
+    "mixtral": "attention_dropout hidden_act num_key_value_heads num_local_experts num_experts_per_tok output_router_logits rms_norm_eps",
+    "qwen2": "attention_dropout hidden_act max_window_layers rms_norm_eps use_sliding_window",
+    "qwen3": "attention_bias attention_dropout head_dim hidden_act max_window_layers rms_norm_eps use_sliding_window",
+    "qwen3_moe": "attention_bias attention_dropout decoder_sparse_step hidden_act moe_intermediate_size norm_topk_prob num_experts "
+    "num_experts_per_tok num_key_value_heads output_router_logits rms_norm_eps use_sliding_window",
+    "deepseek_v3": "attention_bias hidden_act kv_lora_rank moe_intermediate_size n_routed_experts n_shared_experts qk_nope_head_dim "
+    "qk_rope_head_dim rms_norm_eps routed_scaling_factor",
+    "gpt_oss": "attention_bias attention_dropout head_dim hidden_act num_experts_per_tok num_key_value_heads num_local_experts "
+    "rms_norm_eps",
+    "lfm2": "conv_L_cache conv_bias norm_eps num_key_value_heads",
+}
+
+#: The keys in which each `model_type`'s class refuses a null.
 NO_NULLS: Mapping[str, frozenset[str]] = {
-    model_type: frozenset((*_NO_NULLS, *keys))
-    for model_type, keys in {
-        "llama": ("attention_bias", "hidden_act", "mlp_bias", "rms_norm_eps"),
-        "mistral": ("attention_dropout", "hidden_act", "num_key_value_heads", "rms_norm_eps"),
-        "mixtral": ("attention_dropout", "hidden_act", "num_key_value_heads", "num_local_experts", "rms_norm_eps")
-        + _EXPERTS_NO_NULLS,
-        "qwen2": ("attention_dropout", "hidden_act", "max_window_layers", "rms_norm_eps", "use_sliding_window"),
-        "qwen3": ("attention_bias", "attention_dropout", "head_dim", "hidden_act", "max_window_layers", "rms_norm_eps")
-        + ("use_sliding_window",),
-        "qwen3_moe": ("attention_bias", "attention_dropout", "decoder_sparse_step", "hidden_act", "moe_intermediate_size")
-        + ("norm_topk_prob", "num_experts", "num_key_value_heads", "rms_norm_eps", "use_sliding_window")
-        + _EXPERTS_NO_NULLS,
-        "deepseek_v3": ("attention_bias", "hidden_act", "kv_lora_rank", "moe_intermediate_size", "n_routed_experts")
-        + ("n_shared_experts", "qk_nope_head_dim", "qk_rope_head_dim", "rms_norm_eps", "routed_scaling_factor"),
-        "gpt_oss": ("attention_bias", "attention_dropout", "head_dim", "hidden_act", "num_key_value_heads")
-        + ("num_local_experts", "rms_norm_eps", *_EXPERTS_NO_NULLS),
-        "lfm2": ("conv_L_cache", "conv_bias", "norm_eps", "num_key_value_heads"),
-    }.items()
+    model_type: frozenset((*_NO_NULLS.split(), *own.split())) for model_type, own in _OWN_NO_NULLS.items()
 }
 
 _CLASSES = "transformers' configuration classes, modeling_rope_utils.py"

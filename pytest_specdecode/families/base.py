@@ -126,6 +126,7 @@ class Family(ABC):
         packagings: ways in which it is written to disk that are read.
         fused_kv: None where the family has a stacked K/V path in some engine, else the reason why it has none.
         tiny: a small complete `config.json`, from which `testing` writes drafts.
+        most_layers: the largest number of layers that the architecture has; None where it has no bound.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Family(ABC):
     packagings: tuple[str, ...] = ("plain",)
     fused_kv: str | None = None
     tiny: Mapping[str, Any]
+    most_layers: int | None = None
 
     @abstractmethod
     def signals(self, view: ConfigView) -> list[Signal]:

@@ -63,6 +63,7 @@ from pytest_specdecode.families.tensors import (
 from pytest_specdecode.spec import (
     DraftSpec,
     Eagle3Flags,
+    Extent,
     GQASpec,
     LayerSpec,
     MLASpec,
@@ -183,6 +184,7 @@ class Eagle3Layer(SteppingLayer):
         prefix = f"layers.{layer.index}"
         self.first = layer.index == 0
         self.norm_before_residual = bool(spec.eagle3 and spec.eagle3.norm_before_residual)
+        self.hidden_first = bool(spec.eagle3 and spec.eagle3.hidden_first)
         self.self_attn = build_attention(layer, source)
         self.mlp: Any = build_mlp(layer, source) if layer.moe is None else build_moe(layer, source)
         self.input_layernorm = build_norm(layer, source, f"{prefix}.input_layernorm")
@@ -210,7 +212,8 @@ class Eagle3Layer(SteppingLayer):
             states, residual = self.input_layernorm(hidden), hidden
         else:
             normed = self.hidden_norm(hidden)
-            states = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+            pair = [self.input_layernorm(embeds), normed]
+            states = torch.cat(pair[::-1] if self.hidden_first else pair, dim=-1)
             residual = normed if self.norm_before_residual else hidden
         attended = residual + self.self_attn(states, positions, cache=cache)
         out: torch.Tensor = attended + self.mlp(self.post_attention_layernorm(attended))

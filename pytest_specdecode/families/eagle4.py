@@ -93,6 +93,7 @@ class Eagle4(Family):
     title = "EAGLE-4 (eagle-harness)"
     packagings: tuple[str, ...] = ("plain",)
     fused_kv = "an EAGLE-4 draft has one layer and computes the K/V of its own steps"
+    most_layers = 1
     tiny: Mapping[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle4"],
         "model_type": "llama",

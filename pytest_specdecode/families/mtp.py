@@ -73,6 +73,7 @@ from pytest_specdecode.spec import (
     LayerSpec,
     MLASpec,
     MoESpec,
+    Stated,
     TapsSpec,
     VocabularySpec,
     plus,
@@ -319,6 +320,15 @@ class MTP(Family):
         return alone or _predicted(name, root) is not None
 
 
+def stated_counts(view: ConfigView) -> tuple[Stated, ...]:
+    """Every number of prediction layers that the file states, the one that counts first."""
+    return tuple(
+        Stated(key=section.path(key), value=section.raw(key))
+        for section, key in _count_places(view)
+        if section.raw(key) is not None
+    )
+
+
 class MTPLayer(SteppingLayer):
     """One prediction layer; see the module's formula."""
 
@@ -460,7 +470,8 @@ def _layer(view: ConfigView, style: Style, index: int) -> LayerSpec:
 
 
 def _attention(view: ConfigView, style: Style, index: int) -> GQASpec | MLASpec:
-    if view.layer.raw("kv_lora_rank") is not None:
+    # A stage's rows are latent in a way of its own, whatever keys were copied along.
+    if view.layer.raw("kv_lora_rank") is not None and style != "deepseek-v4":
         return _latent(view)
     return _mimo_v2(view, index) if style == "mimo-v2" else _gqa(view, style, index)
 
@@ -522,11 +533,11 @@ def _gqa(view: ConfigView, style: Style, index: int) -> GQASpec:
         rope=read_stage_rope(view.layer)
         if stage
         else read_rope(view.layer, head_dim=head_dim, is_neox_style=style != "ernie"),
-        qk_norm=q_norm is not None
-        or (
-            not view.tensors
-            and (re.match(r"qwen3|exaone", model_type) is not None or bool(view.layer.flag("use_qk_norm")))
-        ),
+        # One of the two without the other is a loss; the first classes always have both.
+        qk_norm=re.match(r"qwen3|exaone", model_type) is not None
+        or q_norm is not None
+        or f"layers.{index}.self_attn.k_norm.weight" in view.tensors
+        or (not view.tensors and bool(view.layer.flag("use_qk_norm"))),
         qkv_bias=qkv_bias,
         o_bias=qkv_bias and style != "mimo" and not model_type.startswith("glm"),
         q_gate=re.match(r"qwen3_next|qwen3_5", model_type) is not None,

@@ -160,6 +160,10 @@ class GQAAttention(nn.Module):
             cache.append(*new)
         sink = self.attention_sink_bias
         heads = attend(self.q(x, positions), k, v, scaling=self.scaling, visible=visible, sink=sink)
+        return self.output(heads, x)
+
+    def output(self, heads: Tensor, x: Tensor) -> Tensor:
+        """The layer's output from what its heads attended to, `[..., T, num_heads, head_dim]`, and its input `x`: gates and `o_proj`."""
         if self.spec.q_gate:
             heads = heads * self._query_and_gate(x)[1].sigmoid()
         out: Tensor = self.o_proj(self._gated(heads, x).flatten(-2))

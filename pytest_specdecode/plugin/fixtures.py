@@ -7,6 +7,7 @@ takes fresh ones from a `make_...` fixture. What a fixture stands on is imported
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -170,7 +171,15 @@ def draft_context(request: pytest.FixtureRequest, draft: Draft) -> Context:
 
     settings = request.config.stash[SETTINGS]
     return api.context_of(
-        draft, target=settings.target, engines=settings.engines, serve=settings.serve, device=settings.device
+        draft,
+        target=settings.target,
+        engines=settings.engines,
+        serve=settings.serve,
+        device=settings.device,
+        trace=settings.trace,
+        draft_tokens=settings.draft_tokens,
+        baseline=None if settings.updates_baseline else settings.baseline,
+        progress=_progress(request.config),
     )
 
 
@@ -188,6 +197,25 @@ def _stackable_draft(draft: Draft, draft_spec: DraftSpec) -> Draft:
     if reason is not None:
         pytest.skip(f"{draft.name} has no stacked K/V path: {reason}")
     return draft
+
+
+def _progress(config: pytest.Config, seconds: float = 10.0) -> Callable[[str], None] | None:
+    """What tells a person at the terminal how far a long check is, every few seconds; None where nobody would see it."""
+    terminal = config.pluginmanager.getplugin("terminalreporter")
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if terminal is None or capture is None or not terminal.isatty:
+        return None
+    last = time.monotonic()
+
+    def tell(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last < seconds:
+            return
+        last = time.monotonic()
+        with capture.global_and_fixture_disabled():
+            terminal.write_line(text)
+
+    return tell
 
 
 def _absent(want: str, reason: str, settings: Settings) -> NoReturn:

@@ -33,6 +33,10 @@ DEVICE = "--draft-device"
 REQUIRE = "--draft-require"
 MAX_EXAMPLES = "--draft-max-examples"
 REPORT = "--draft-report"
+TRACE = "--draft-trace"
+TOKENS = "--draft-tokens"
+BASELINE = "--draft-baseline"
+UPDATE_BASELINE = "--draft-update-baseline"
 LIST_CHECKS = "--draft-list-checks"
 
 #: Ini name only: what is expected to fail belongs to the project, with its reason.
@@ -42,6 +46,8 @@ DEVICES = ("auto", "cpu", "cuda")
 DEVICE_FORM = ", ".join(DEVICES)
 NEEDS = ("model", "target", "serving", "tensors", "triton", "gpu", "trace")
 DEFAULT_MAX_EXAMPLES = 20
+#: More than any draft proposes a round; each costs a row of every start.
+MOST_TOKENS = 1024
 
 _MODEL_HELP = (
     "judge the draft model in DIR, which holds config.json and the weights; may be given several times. The built-in suite then runs as "
@@ -67,6 +73,18 @@ _MAX_EXAMPLES_HELP = (
     f"inputs do not read it. Default: {DEFAULT_MAX_EXAMPLES}"
 )
 _REPORT_HELP = "write the results to FILE; the suffix tells the form (.json). Default: none"
+_TRACE_HELP = (
+    "replay the draft over the target's recorded hidden states in DIR (hs_<i>.safetensors of speculators, .ckpt of SpecForge) and measure "
+    "its accepted length. Default: none"
+)
+_TOKENS_HELP = (
+    "tokens that the draft proposes a round in a replay. Default: what its file states, or a block of its size, else 4"
+)
+_BASELINE_HELP = (
+    "fail a draft whose accepted length on the trace is under 95 percent of what FILE (.json) says, beyond chance. "
+    "Default: none"
+)
+_UPDATE_BASELINE_HELP = "write the measured accepted lengths to the file of --draft-baseline instead of judging by it"
 _LIST_CHECKS_HELP = "print the checks that --draft-checks and --draft-skip select, and exit"
 
 
@@ -102,6 +120,10 @@ class Settings:
         max_examples: for tests that draw their inputs.
         report: file to write results to.
         expected: failures that the project knows of.
+        trace: directory or file of recorded hidden states.
+        draft_tokens: proposed a round; None for what the draft states.
+        baseline: file of accepted lengths.
+        updates_baseline: whether it is written rather than judged by.
     """
 
     drafts: tuple[GivenDraft, ...] = ()
@@ -116,6 +138,10 @@ class Settings:
     max_examples: int = DEFAULT_MAX_EXAMPLES
     report: Path | None = None
     expected: tuple[ExpectedFailure, ...] = ()
+    trace: str | None = None
+    draft_tokens: int | None = None
+    baseline: Path | None = None
+    updates_baseline: bool = False
 
     def requires(self, *wants: str) -> str | None:
         """The first of `wants` whose absence is to be a failure, or None."""
@@ -139,6 +165,10 @@ def add(parser: pytest.Parser) -> None:
     group.addoption(REQUIRE, metavar="LIST", help=_REQUIRE_HELP)
     group.addoption(MAX_EXAMPLES, metavar="N", help=_MAX_EXAMPLES_HELP)
     group.addoption(REPORT, metavar="FILE", help=_REPORT_HELP)
+    group.addoption(TRACE, metavar="DIR", help=_TRACE_HELP)
+    group.addoption(TOKENS, metavar="N", help=_TOKENS_HELP)
+    group.addoption(BASELINE, metavar="FILE", help=_BASELINE_HELP)
+    group.addoption(UPDATE_BASELINE, action="store_true", default=False, help=_UPDATE_BASELINE_HELP)
     group.addoption(LIST_CHECKS, action="store_true", default=False, help=_LIST_CHECKS_HELP)
     parser.addini("draft_model", _twin(MODEL, "one directory a line, relative to the rootdir"), "linelist", [])
     parser.addini("draft_target", _twin(TARGET, "relative to the rootdir"), "string", "")
@@ -154,18 +184,22 @@ def add(parser: pytest.Parser) -> None:
     )
     parser.addini("draft_device", _twin(DEVICE, DEVICE_FORM), "string", "")
     parser.addini("draft_require", _twin(REQUIRE, "names with spaces between"), "args", [])
+    parser.addini("draft_trace", _twin(TRACE, "relative to the rootdir"), "string", "")
+    parser.addini("draft_tokens", _twin(TOKENS, "a whole number"), "string", "")
+    parser.addini("draft_baseline", _twin(BASELINE, "relative to the rootdir"), "string", "")
 
 
 _INI_NAMES = tuple(
     option.removeprefix("--").replace("-", "_")
-    for option in (MODEL, TARGET, ENGINE, SERVE, CHECKS, SKIP, DEVICE, REQUIRE)
+    for option in (MODEL, TARGET, ENGINE, SERVE, CHECKS, SKIP, DEVICE, REQUIRE, TRACE, TOKENS, BASELINE)
 )
 
 
 def any_given(config: pytest.Config) -> bool:
     """Whether the user asks anything of this plugin, on the command line or in the ini file."""
-    given = (MODEL, TARGET, ENGINE, SERVE, CHECKS, SKIP, DEVICE, REQUIRE, MAX_EXAMPLES, REPORT)
-    return any(config.getoption(option) is not None for option in given) or any(map(config.getini, _INI_NAMES))
+    given = (MODEL, TARGET, ENGINE, SERVE, CHECKS, SKIP, DEVICE, REQUIRE, MAX_EXAMPLES, REPORT, TRACE, TOKENS, BASELINE)
+    on_command_line = any(config.getoption(option) is not None for option in given) or config.getoption(UPDATE_BASELINE)
+    return on_command_line or any(map(config.getini, _INI_NAMES))
 
 
 def read(config: pytest.Config) -> Settings:
@@ -188,6 +222,10 @@ def read(config: pytest.Config) -> Settings:
         max_examples=_max_examples(config.getoption(MAX_EXAMPLES)),
         report=_report(config),
         expected=_expected(config),
+        trace=_trace(config),
+        draft_tokens=_tokens(config),
+        baseline=_baseline(config),
+        updates_baseline=config.getoption(UPDATE_BASELINE),
     )
 
 
@@ -340,6 +378,51 @@ def _max_examples(text: str | None) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise _refusal(f"{MAX_EXAMPLES}={text}", "is not a whole number of at least 1")
     return int(text)
+
+
+def _trace(config: pytest.Config) -> str | None:
+    place = _directory_given(config, TRACE)
+    if place is None:
+        return None
+    from pytest_specdecode.errors import DraftError
+    from pytest_specdecode.replay.traces import Trace
+
+    try:
+        Trace.open(place)
+    except DraftError as error:
+        raise _refusal(f"{TRACE}={place}", error.message) from None
+    # By its full path, so that a test may change the working directory.
+    return os.path.abspath(place)
+
+
+def _tokens(config: pytest.Config) -> int | None:
+    text = _text(config, TOKENS)
+    if text is None:
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_TOKENS:
+        raise _refusal(f"{TOKENS}={text}", f"is not a whole number from 1 to {MOST_TOKENS}")
+    return int(text)
+
+
+def _baseline(config: pytest.Config) -> Path | None:
+    place, updates = _directory_given(config, BASELINE), config.getoption(UPDATE_BASELINE)
+    if place is None:
+        if updates:
+            raise _refusal(UPDATE_BASELINE, f"says nothing of the file; give it with {BASELINE}=FILE")
+        return None
+    file = Path(os.path.abspath(place))
+    if updates and not file.exists() and file.parent.is_dir():
+        return file
+    from pytest_specdecode.errors import DraftError
+    from pytest_specdecode.replay import baseline
+
+    if not file.is_file():
+        raise _refusal(f"{BASELINE}={place}", f"there is no such file; {UPDATE_BASELINE} writes it")
+    try:
+        baseline.read(file)
+    except DraftError as error:
+        raise _refusal(f"{BASELINE}={place}", error.message) from None
+    return file
 
 
 def _expected(config: pytest.Config) -> tuple[ExpectedFailure, ...]:

@@ -30,6 +30,7 @@ class Reporter:
         self._drafts: dict[str, Draft] = {given.path: given.draft for given in settings.drafts}
         self._results: dict[str, dict[str, CheckResult]] = {path: {} for path in self._drafts}
         self._unwritten: DraftError | None = None
+        self._no_baseline: DraftError | None = None
 
     def pytest_report_header(self) -> list[str]:
         """One line per draft, with the device."""
@@ -55,15 +56,21 @@ class Reporter:
         return "passed", ".", ("WARNED", {"yellow": True})
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the report; a report that was asked for and could not be written is a failure."""
-        if self._settings.report is None or session.config.option.collectonly:
+        """Write the report and the baseline; what was asked for and could not be written is a failure."""
+        if session.config.option.collectonly:
             return
         try:
-            Report(drafts=tuple(self._reports())).write(self._settings.report)
+            if self._settings.report is not None:
+                Report(drafts=tuple(self._reports())).write(self._settings.report)
         except DraftError as error:
             self._unwritten = error
-            if session.exitstatus == pytest.ExitCode.OK:
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        try:
+            if self._settings.baseline is not None and self._settings.updates_baseline:
+                api.update_baseline(self._settings.baseline, Report(drafts=tuple(self._reports())))
+        except DraftError as error:
+            self._no_baseline = error
+        if (self._unwritten or self._no_baseline) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         """Per draft: what it is, counts, findings, and what could not be judged."""
@@ -82,6 +89,10 @@ class Reporter:
             terminalreporter.line(f"ERROR: the report was not written: {self._unwritten}", red=True)
         elif self._settings.report is not None:
             terminalreporter.line(f"report: {self._settings.report}")
+        if self._no_baseline is not None:
+            terminalreporter.line(f"ERROR: the baseline was not written: {self._no_baseline}", red=True)
+        elif self._settings.updates_baseline:
+            terminalreporter.line(f"baseline: {self._settings.baseline}")
 
     def _reports(self) -> Iterator[DraftReport]:
         """What was found, draft by draft, checks in the order of the registry."""
@@ -115,6 +126,8 @@ def _lines(report: DraftReport, in_full: bool) -> Iterator[str]:
             yield f"  error {result.id}: {result.message}"
         elif result.status == "inconclusive":
             unanswered.setdefault(result.message, []).append(result.id)
+        elif result.figures and result.status == "passed":
+            yield f"  {result.id}: {printable(result.message)}"
         for finding in result.findings:
             if in_full or result.status != "failed":
                 yield from finding_lines(result.id, finding)

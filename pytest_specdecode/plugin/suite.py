@@ -52,7 +52,7 @@ def _wants(check: Check, context: Context) -> tuple[str, ...]:
         "tensors": not draft.checkpoint.complete,
         "triton": importlib.util.find_spec("triton") is None,
         "gpu": context.device == "cpu",
-        "trace": True,
+        "trace": context.trace is None,
     }
     needs = {"tensors" if need == "headers" else need for need in check.needs}
     return (*(want for want, is_absent in absent.items() if is_absent and want in needs), "all")

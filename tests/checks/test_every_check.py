@@ -102,11 +102,33 @@ def _huge(tensors: Tensors) -> None:
     tensors["layers.0.mlp.down_proj.weight"].fill_(3e38)
 
 
+def _zero_centred(tensors: Tensors) -> None:
+    """As a class that multiplies by 1 + w stores them."""
+    for name in ("enorm", "hnorm", "input_layernorm", "post_attention_layernorm", "shared_head.norm"):
+        tensors[f"layers.0.{name}.weight"] -= 1
+
+
+def _cancelling(tensors: Tensors) -> None:
+    """Units in pairs of opposite sign, a hundred times larger than what is left of them."""
+    up, gate, down = (tensors[f"layers.0.mlp.{name}_proj.weight"] for name in ("up", "gate", "down"))
+    gate[1::2] = gate[::2]
+    down[:, 1::2] = down[:, ::2]
+    up[1::2, 1:] = -up[::2, 1:]
+    up[:, 1:] *= 100
+    down *= 100
+
+
 K1, V1 = "layers.1.self_attn.k_proj.weight", "layers.1.self_attn.v_proj.weight"
 UNREAD = ("files.readable", "files.index")
 tiny = testing.tiny_config
 BLOCK = {"mask_token_id": 511, "target_layer_ids": [1, 9, 17], "block_size": 8}
 STACK = ("weights.shapes", "layers.build", "config.head-arithmetic")
+MIMO = {
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), ...),
+    "n_routed_experts": ...,
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "mimo",
+}
 NAMED = {"target_model_name_or_path": "org/a-target"}
 
 
@@ -145,11 +167,20 @@ ROWS: dict[str, Row] = {
     "config.family": Row(config={"architectures": ["DFlashDraftModel"]}, text="more than one", follow=("*",)),
     "config.types": Row(config={"rms_norm_eps": "small"}, text="'small' where a number"),
     "config.architectures": Row(config={"architectures": ["LlamaForCausalLM"]}, status="warned"),
+    "config.unread-keys": Row(
+        config={"norm_before_fcs": True}, status="warned", text="norm_before_fc is one that readers do"
+    ),
+    "config.null-values": Row(config={"use_cache": None}, text="use_cache is null"),
+    "config.quantization": Row(
+        config={"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        text="quantization_config says fp8, and every projection of the draft is stored plain",
+    ),
+    "config.dtype": Row(config={"dtype": "float16"}, status="warned", text="declared float16 and stored as bfloat16"),
     "config.num-hidden-layers": Row(
         family="dflash",
         config={"num_hidden_layers": 3},
         text="the weights hold 2",
-        follow=("weights.missing", "layers.build"),
+        follow=("weights.missing", "layers.build", "dflash.layer-types"),
     ),
     "config.head-arithmetic": Row(
         config={"num_key_value_heads": 3}, text="do not divide", follow=("weights.shapes", "layers.build")
@@ -179,7 +210,17 @@ ROWS: dict[str, Row] = {
         text="cannot say the end of text",
     ),
     "weights.missing": Row(tensors=_drop("layers.0.hidden_norm.weight"), text="hidden_norm", follow=("layers.build",)),
-    "weights.unexpected": Row(tensors=_put("input_norm.weight", lambda found: torch.ones(192)), text="input_norm"),
+    "weights.unexpected": Row(tensors=_put("extra_norm.weight", lambda found: torch.ones(192)), text="extra_norm"),
+    "weights.flags": Row(
+        tensors=_put("input_norm.weight", lambda found: torch.ones(192).bfloat16()), text="norm_before_fc is not true"
+    ),
+    "weights.scales": Row(
+        family="dflash",
+        shape_config={"quantization_config": ...},
+        tensors=_put("layers.0.self_attn.attn.k_scale", lambda found: torch.tensor(0.5)),
+        status="warned",
+        text="k_scale is 0.5",
+    ),
     "weights.shapes": Row(config={"intermediate_size": 96}, text="gate_proj", follow=("layers.build",)),
     "weights.biases": Row(
         tensors=_put("layers.0.self_attn.q_proj.bias", lambda found: torch.zeros(128).bfloat16()),
@@ -307,13 +348,45 @@ ROWS: dict[str, Row] = {
         },
         text="speculative_tokens is not 1 or more",
     ),
+    "mtp.layers": Row(
+        family="mtp",
+        config={"num_nextn_predict_layers": 2},
+        text="2 prediction layers are declared and the weights hold one",
+        follow=("config.num-hidden-layers", "weights.missing", "layers.build"),
+    ),
+    "mtp.norms": Row(
+        family="mtp", tensors=_zero_centred, status="warned", text="5 of 5 norms have entries of both signs"
+    ),
+    "mtp.combine": Row(
+        family="mtp",
+        shape_config=MIMO,
+        config={"architectures": ["LlamaForCausalLM"]},
+        status="warned",
+        text="the hidden state before the embedding, and not every engine gives it so",
+    ),
+    "heads.counts": Row(
+        family="medusa",
+        config={"num_heads": 4},
+        text="num_heads is 4, the weights hold 3 of lm_heads; 3 is not there",
+        follow=("config.num-hidden-layers", "weights.missing", "weights.biases", "layers.build"),
+    ),
+    "layers.precision": Row(tensors=_cancelling, status="warned", text="more than its roundings make up"),
     "layers.build": Row(config={"hidden_act": "selu"}, text="unknown activation 'selu'"),
-    "layers.finite": Row(tensors=_huge, follow=("weights.degenerate",)),
+    "layers.finite": Row(tensors=_huge, follow=("weights.degenerate", "layers.precision")),
     "fused-kv.num-kv-heads": Row(
         family="dflash",
         tensors=_first_rows(K1, V1),
         text="num_kv_heads mismatch across layers for fused KV path: expected 2, got 1 at layer 1.",
         follow=STACK,
+    ),
+    "fused-kv.tensor-parallel": Row(
+        family="dflash", serve="tp=8", twin_serve="tp=4", text="4 query heads do not divide among 8 ranks"
+    ),
+    "fused-kv.engine-path": Row(
+        family="dspark",
+        config={"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}},
+        status="warned",
+        text="does not use its fused path",
     ),
     "target.widths": Row(target=_target(hidden_size=96), twin_target=_target(), text="states of width 64"),
     "target.identity": Row(
@@ -345,6 +418,8 @@ ROWS: dict[str, Row] = {
 
 #: Checks whose fault no checkpoint of ours can hold, with the place that shows them failing.
 ELSEWHERE = {
+    "acceptance.length": "tests/replay/test_acceptance_check.py",
+    "layers.batch": "test_numeric_checks.py",
     "layers.incremental": "test_numeric_checks.py",
     "layers.mla-absorbed": "test_numeric_checks.py",
     "fused-kv.matches-reference": "test_numeric_checks.py",
@@ -388,7 +463,8 @@ def _write(row: Row, path: Path) -> Path:
     tensors = testing.random_tensors(whole, row.family)
     if row.tensors is not None:
         row.tensors(tensors)
-    testing.write_checkpoint(path, testing.tiny_config(row.family, **{**row.shape_config, **row.config}), tensors)
+    config = testing.tiny_config(row.family, **{**row.shape_config, **row.config})
+    testing.write_checkpoint(path, config, tensors, rename=testing.stored_names(whole, row.family))
     if row.files is not None:
         row.files(path)
     return path

@@ -118,3 +118,86 @@ def test_matches_reference_is_open_where_triton_is_absent(tmp_path: Path, monkey
     result = _run("fused-kv.matches-reference", "dflash", tmp_path)
     assert result.status == "inconclusive"
     assert "triton is not installed" in result.message
+
+
+# --- rows of a batch ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["statistics", "neighbour", "positions", "shape"])
+@pytest.mark.parametrize(("family", "layer"), [("eagle3", Eagle3Layer), ("dflash", DFlashLayer)])
+def test_batch_fails_when_rows_are_mixed(
+    fault: str, family: str, layer: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm over the batch, a state of the row before, another row's positions, a batch that is not kept apart."""
+    good = _run("layers.batch", family, tmp_path)
+    assert good.status == "passed"
+    assert "of a row's largest value" in good.message
+    real = layer.prefill  # type: ignore[attr-defined]
+
+    def mixed(self: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if inputs["positions"].ndim == 1:
+            out: torch.Tensor = real(self, inputs)
+            return out
+        if fault == "positions":
+            names = ("positions", "context_positions") if family == "dflash" else ("positions",)
+            # RoPE sees differences only, so of a block and its context one has to move.
+            inputs = {**inputs, names[0]: inputs[names[0]][:1].expand_as(inputs[names[0]]) * 2}
+        out = real(self, inputs)
+        if fault == "statistics":
+            out = out * 1.0001
+        if fault == "neighbour":
+            out = out + 1e-3 * out.roll(1, 0)
+        return out.flatten(0, 1) if fault == "shape" else out
+
+    monkeypatch.setattr(layer, "prefill", mixed)
+    broken = _run("layers.batch", family, tmp_path)
+    assert broken.status == "failed", broken
+    assert broken.findings[0].where.startswith("layer 0")
+
+
+# --- what the storage dtype costs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"), [("bfloat16", 5e-4, 2e-2), ("float16", 5e-5, 2e-3), ("float32", 5e-9, 1e-6)]
+)
+def test_precision_is_a_number_of_the_dtypes_size(dtype: str, low: float, high: float, tmp_path: Path) -> None:
+    """Half an ulp is 2^-9, 2^-12 and 2^-25 of a number; a layer's dozen roundings make a few of them."""
+    result = _run("layers.precision", "eagle3", tmp_path, dtype=dtype)
+    assert result.status == "passed"
+    assert f"in {dtype}, largest in layer 0" in result.message
+    assert low < float(result.message.split()[2]) < high
+
+
+def test_precision_has_nothing_to_say_of_float64(tmp_path: Path) -> None:
+    assert _run("layers.precision", "eagle3", tmp_path, dtype="float64").status == "skipped"
+
+
+def test_precision_warns_of_sums_that_cancel(tmp_path: Path) -> None:
+    """Units in pairs of opposite sign, a hundred times larger than what is left of them."""
+
+    def cancel(tensors: dict[str, torch.Tensor]) -> None:
+        up, gate, down = (tensors[f"layers.0.mlp.{name}_proj.weight"] for name in ("up", "gate", "down"))
+        gate[1::2] = gate[::2]
+        down[:, 1::2] = down[:, ::2]
+        up[1::2, 1:] = -up[::2, 1:]
+        up[:, 1:] *= 100
+        down *= 100
+
+    result = _run("layers.precision", "eagle3", tmp_path, edit=cancel)
+    assert result.status == "warned"
+    assert "more than its roundings make up" in result.message
+    assert result.findings[0].got > 0.1
+    assert result.findings[0].where == "layers 0"
+
+
+def test_precision_warns_of_an_overflow(tmp_path: Path) -> None:
+    """65504 is the largest float16; float64 goes on."""
+
+    def large(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["layers.0.mlp.down_proj.weight"] *= 3e4
+        tensors["layers.0.mlp.up_proj.weight"] *= 1e3
+
+    result = _run("layers.precision", "eagle3", tmp_path, dtype="float16", edit=large)
+    assert result.status == "warned"
+    assert result.message == "a layer overflows in float16 where float64 does not"

@@ -232,6 +232,8 @@ def test_the_style_is_read_where_it_is_stated(
         ({"attn_output_gate": True}, "warned", "attn_output_gate"),
         ({"attn_output_gate": False}, "passed", ""),
         ({"linear_num_value_heads": 32}, "warned", "linear_num_value_heads"),
+        # A native fork has these parts, whatever its layers are labelled.
+        ({"partial_rotary_factor": 0.25, "enable_qwen35_gated_q_proj": True}, "skipped", ""),
         (
             {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [4, 6, 6]}},
             "warned",

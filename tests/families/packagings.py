@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from pytest_specdecode.families import FAMILIES
+from pytest_specdecode.strategies import namings
+from pytest_specdecode.strategies.checkpoints import joined
 from pytest_specdecode.testing import random_tensors, stored_names, tiny_config
 
 Tensors = dict[str, torch.Tensor]
@@ -114,17 +116,6 @@ class Packaging:
         return stored
 
 
-def joined(tensors: Tensors) -> Tensors:
-    """The same with rows of q, then k, then v in one tensor, weights and biases."""
-    found = dict(tensors)
-    for name in tensors:
-        match = re.fullmatch(r"(.+\.)q_proj\.(weight|bias)", name)
-        if match and f"{match[1]}v_proj.{match[2]}" in tensors:
-            parts = [found.pop(f"{match[1]}{part}_proj.{match[2]}") for part in "qkv"]
-            found[f"{match[1]}qkv_proj.{match[2]}"] = torch.cat(parts)
-    return found
-
-
 def packaged(family: str, **own: Any) -> dict[str, Any]:
     """The family's tiny draft as the speculators library writes it."""
     plain = tiny_config(family)
@@ -139,19 +130,6 @@ def packaged(family: str, **own: Any) -> dict[str, Any]:
     }
 
 
-_HEADS = r"(?!lm_head\.|d2t$|t2d$)"
-_PREFIXED = {_HEADS: "model."}
-_MIDLAYER = {r"layers\.0\.": "midlayer."}
-_MISTRAL = {
-    r"fc\.": "eagle_linear.",
-    r"embed_tokens\.": "tok_embeddings.",
-    r"(layers\.\d+)\.post_attention_layernorm\.": r"\1.ffn_norm.",
-    r"(layers\.\d+)\.mlp\.gate_proj\.": r"\1.feed_forward.w1.",
-    r"(layers\.\d+)\.mlp\.down_proj\.": r"\1.feed_forward.w2.",
-    r"(layers\.\d+)\.mlp\.up_proj\.": r"\1.feed_forward.w3.",
-}
-_MODELOPT = {r"markov_head\.": "", r"confidence_head\.proj\.": "confidence_proj."}
-_JOINED = ("eagle1", "eagle3", "peagle", "eagle4", "dflash", "dflash2", "domino", "dflare", "dspark", "xpress", "hydra")
 _MODEL = (
     "eagle1",
     "eagle3",
@@ -200,14 +178,14 @@ _V4 = {
 
 PACKAGINGS: tuple[Packaging, ...] = (
     *(Packaging(family.name) for family in FAMILIES),
-    *(Packaging(name, "prefixed", names=_PREFIXED) for name in (*_MODEL, "gemma4-assistant")),
-    *(Packaging(name, "midlayer", names=_MIDLAYER) for name in ("eagle3", "eagle3-mla", "peagle", "eagle4")),
-    *(Packaging(name, "joined", joined=True) for name in _JOINED),
-    Packaging("eagle1", "mistral", names=_MISTRAL),
+    *(Packaging(name, "prefixed", names=namings.PREFIXED) for name in (*_MODEL, "gemma4-assistant")),
+    *(Packaging(name, "midlayer", names=namings.MIDLAYER) for name in ("eagle3", "eagle3-mla", "peagle", "eagle4")),
+    *(Packaging(name, "joined", joined=True) for name in namings.JOINED),
+    Packaging("eagle1", "mistral", names=namings.MISTRAL),
     Packaging(
         "eagle1", "converted", {"architectures": ["EAGLEModel"], "model_type": "eagle", "model": tiny_config("eagle1")}
     ),
-    Packaging("eagle1", "minicpm", names={r"layers\.": "eagle_layers."}),
+    Packaging("eagle1", "minicpm", names=namings.MINICPM),
     Packaging("eagle3", "speculators", packaged("eagle3", eagle_aux_hidden_state_layer_ids=[2, 8, 13])),
     Packaging("peagle", "speculators", packaged("peagle", eagle_aux_hidden_state_layer_ids=[2, 8, 13])),
     *(
@@ -219,12 +197,12 @@ PACKAGINGS: tuple[Packaging, ...] = (
             },
         }.items()
     ),
-    Packaging("dflash", "encoder", names={r"fc\.": "encoder.fc.", r"hidden_norm\.": "encoder.output_norm_enc."}),
-    Packaging("dflash2", "codebook-weights", names={r"(.+_codebook)$": r"\1.weight"}),
-    Packaging("dspark", "modelopt", names=_MODELOPT),
+    Packaging("dflash", "encoder", names=namings.ENCODER),
+    Packaging("dflash2", "codebook-weights", names=namings.CODEBOOK_WEIGHTS),
+    Packaging("dspark", "modelopt", names=namings.MODELOPT_DSPARK),
     Packaging("dspark", "embedded", _EMBEDDED_DSPARK),
-    Packaging("mtp", "nested", names={r"model\.": "model.language_model."}),
-    Packaging("mtp", "mtp-block", names={r"(model\.layers\.\d+)\.(self_attn|mlp|.+_layernorm)\.": r"\1.mtp_block.\2."}),
+    Packaging("mtp", "nested", names=namings.NESTED_MTP),
+    Packaging("mtp", "mtp-block", names=namings.MTP_BLOCK),
     Packaging("mtp", "cut-out", CUT_OUT),
     Packaging("mtp", "mimo", MIMO),
     Packaging("mtp", "mimo-joined", MIMO, joined=True),
@@ -236,12 +214,7 @@ PACKAGINGS: tuple[Packaging, ...] = (
     Packaging("mtp", "qwen-nested", QWEN, names={r"mtp\.": "model.mtp."}),
     Packaging("mtp", "deepseek-v4", _V4),
     Packaging("mtp", "speculators", packaged("mtp")),
-    *(
-        Packaging("medusa", what, names={r"blocks\.(\d+)\.layers\.(\d+)\.": block, r"lm_heads\.(\d+)\.": head})
-        for what, block, head in (
-            ("upstream", r"\1.\2.linear.", r"\1.1."),
-            ("modelopt", r"medusa_heads.\1.medusa_layers.\2.linear.", r"medusa_heads.\1.lm_head."),
-        )
-    ),
-    Packaging("mlp-speculator", "prefixed", names={"": "speculator."}),
+    Packaging("medusa", "upstream", names=namings.MEDUSA_UPSTREAM),
+    Packaging("medusa", "modelopt", names=namings.MEDUSA_MODELOPT),
+    Packaging("mlp-speculator", "prefixed", names=namings.SPECULATOR),
 )

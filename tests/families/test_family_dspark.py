@@ -704,7 +704,7 @@ def test_mlx_packed_matrices_are_expected_packed_and_not_run(tmp_path: Path) -> 
 NOT_FOR_ALL = {
     "specforge": {"dspark.keys"},
     "liquid": {"dspark.keys"},
-    "native-fork": {"dspark.keys"},
+    "native-fork": {"dspark.keys", "fused-kv.engine-path"},
     "no-markov": {"dspark.heads"},
     "window": {"dflash.layer-types", "dflash.causality"},
     "gemma4": {"dflash.layer-types", "dflash.causality"},

@@ -154,7 +154,7 @@ def test_more_than_one_layer_is_a_finding(tmp_path: Path) -> None:
     result = check_draft(write_tiny(tmp_path, "eagle4", num_hidden_layers=2), checks=["config"])[
         "config.num-hidden-layers"
     ]
-    assert (result.status, result.message) == ("failed", "2 layers; an EAGLE-4 draft has one")
+    assert (result.status, result.message) == ("failed", "2 layers are declared; the most that eagle4 drafts have is 1")
 
 
 @pytest.mark.parametrize(

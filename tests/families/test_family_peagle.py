@@ -132,7 +132,7 @@ def test_a_broken_tensor_is_named_whatever_its_group(tmp_path: Path, how: str) -
             tensors[name] = value[..., :-1].clone()
         report = check_draft(
             write_checkpoint(tmp_path, config, tensors),
-            checks=["weights.missing", "weights.shapes", "vocabulary", "taps"],
+            checks=["weights.missing", "weights.flags", "weights.shapes", "vocabulary", "taps"],
         )
         found = [
             str((result.message, [f.where for f in result.findings])) for result in report if result.status == "failed"

@@ -71,13 +71,15 @@ def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def filled(module: nn.Module, seed: int = 11) -> nn.Module:
-    """`module` with every parameter drawn anew: matrices by their width, vectors of deviation 0.3 around 0, norms around 1 too."""
+def filled(module: nn.Module, seed: int = 11, around: float = 1.0) -> nn.Module:
+    """`module` with every parameter drawn anew: matrices by their width, vectors of deviation 0.3 around 0, norms around `around`."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
-            scale, centre = (0.3, float("norm" in name)) if parameter.ndim == 1 else (parameter.shape[-1] ** -0.5, 0.0)
+            scale, centre = (
+                (0.3, around * ("norm" in name)) if parameter.ndim == 1 else (parameter.shape[-1] ** -0.5, 0.0)
+            )
             parameter.copy_(scale * drawn + centre)
     return module.eval().requires_grad_(False)
 
@@ -149,7 +151,8 @@ def test_a_speculators_draft_passes_its_checks(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = speculators.MTPSpeculatorConfig(transformer_layer_config=qwen3_5_moe(transformers))
-        filled(speculators.MTPDraftModel(config)).save_pretrained(str(tmp_path))
+        # A Qwen3.5 layer multiplies by 1 + w.
+        filled(speculators.MTPDraftModel(config), around=0.0).save_pretrained(str(tmp_path))
     report = check_draft(tmp_path)
     assert report.ok, [result for result in report if result.status == "failed"]
     assert {result.id for result in report if result.status == "warned"} <= {"files.code", "weights.unexpected"}

@@ -79,7 +79,7 @@ def test_a_broken_draft_fails_its_checks_with_a_reason_and_nothing_else(
 ) -> None:
     breaks(copied)
     pytester.makepyfile("def test_of_the_user(): pass")
-    checks = "--draft-checks=files,config,weights.shapes,rope,layers.build"
+    checks = "--draft-checks=files,config,weights.shapes,rope.theta-stated,rope.theta-agrees,layers.build"
     result = run("-v", f"--draft-model={copied}", checks, "--draft-report=r.json", model=dflash)
     assert result.ret == 1
     text = str(result.stdout) + str(result.stderr)

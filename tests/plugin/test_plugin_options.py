@@ -77,7 +77,7 @@ def test_no_gpu_is_refused_where_one_is_demanded(run: Run, monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert_refused(run("--draft-device=cuda"), "--draft-device=cuda", "no CUDA device")
-    result = run("--draft-device=auto", "--draft-checks=rope")
+    result = run("--draft-device=auto", "--draft-checks=rope.theta-stated,rope.theta-agrees")
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["draft: *; on cpu"])
 
@@ -95,7 +95,7 @@ def test_ini_twins_are_read_and_relative_to_the_rootdir(
             drafts/b
         draft_target = drafts/a
         draft_engine = vllm
-        draft_checks = rope, config
+        draft_checks = rope.theta-stated, rope.theta-agrees, config
         draft_skip = config
         draft_device = cpu
         draft_require = target triton
@@ -127,7 +127,7 @@ def test_ini_twins_work_in_pyproject(run: Run, pytester: pytest.Pytester, dflash
         f"""
         [tool.pytest.ini_options]
         draft_model = [{str(dflash)!r}]
-        draft_checks = ["rope"]
+        draft_checks = ["rope.theta-stated", "rope.theta-agrees"]
         draft_device = "cpu"
         """
     )
@@ -136,7 +136,7 @@ def test_ini_twins_work_in_pyproject(run: Run, pytester: pytest.Pytester, dflash
 
 def test_the_command_line_goes_before_the_ini_file(run: Run, pytester: pytest.Pytester, eagle3: Path) -> None:
     pytester.makeini(f"[pytest]\ndraft_model = {eagle3}\ndraft_checks = weights\ndraft_device = tpu\ndraft_target = no")
-    result = run("--draft-checks=rope", "--draft-device=cpu", f"--draft-target={eagle3}")
+    result = run("--draft-checks=rope.theta-stated,rope.theta-agrees", "--draft-device=cpu", f"--draft-target={eagle3}")
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["draft: dflash-tiny: *"])
     result.stdout.no_fnmatch_line("draft: eagle3*")
@@ -152,7 +152,7 @@ def test_list_checks_prints_every_check_and_runs_nothing(run: Run, pytester: pyt
     result = run("--draft-list-checks", model=None)
     assert result.ret == 0
     assert [line.split()[0] for line in result.outlines] == ["id", *REGISTRY]
-    result = run("--draft-list-checks", "--draft-checks=rope", model=None)
+    result = run("--draft-list-checks", "--draft-checks=rope.theta-stated,rope.theta-agrees", model=None)
     assert [line.split()[0] for line in result.outlines] == ["id", "rope.theta-stated", "rope.theta-agrees"]
     assert_refused(run("--draft-list-checks", "--draft-checks=nope", model=None), "nope")
 
@@ -168,7 +168,9 @@ def test_max_examples_and_device_reach_tests(run: Run, pytester: pytest.Pytester
 
 
 def test_the_same_draft_twice_is_one_draft(run: Run, dflash: Path) -> None:
-    run(f"--draft-model={dflash}/../{dflash.name}", "--draft-checks=rope").assert_outcomes(passed=2)
+    run(
+        f"--draft-model={dflash}/../{dflash.name}", "--draft-checks=rope.theta-stated,rope.theta-agrees"
+    ).assert_outcomes(passed=2)
 
 
 def test_without_options_nothing_is_registered_or_shown(run: Run, pytester: pytest.Pytester) -> None:

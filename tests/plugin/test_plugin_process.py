@@ -21,7 +21,7 @@ def test_two_workers_run_report_and_summarise_as_one(pytester: pytest.Pytester, 
         "-n2",
         f"--draft-model={dflash}",
         f"--draft-model={copied}",
-        "--draft-checks=rope,config.family,dflash",
+        "--draft-checks=rope.theta-stated,rope.theta-agrees,config.family,dflash.mask-token,dflash.block-size",
         "--draft-report=r.json",
         "-v",
     )

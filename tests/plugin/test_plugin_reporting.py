@@ -21,6 +21,9 @@ from pytest_specdecode.findings import CheckResult, Finding, Outcome
 Run = Callable[..., pytest.RunResult]
 
 
+ROPE = ("rope.theta-stated", "rope.theta-agrees")
+
+
 @pytest.fixture
 def invented(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Checks `made.up-...` with each kind of result, so that these tests hold whatever the real ones say."""
@@ -133,7 +136,7 @@ def test_a_deprecation_in_a_library_is_no_fault_of_the_draft(run: Run) -> None:
 
 
 def test_a_defect_of_a_check_is_one_failure_and_says_so(run: Run) -> None:
-    result = run("--draft-checks=made.up-breaks,rope")
+    result = run("--draft-checks=made.up-breaks,rope.theta-stated,rope.theta-agrees")
     result.assert_outcomes(failed=1, passed=2)
     result.stdout.fnmatch_lines(
         ["the check itself broke, which is a defect of pytest-specdecode: ZeroDivisionError: oh"]
@@ -185,7 +188,7 @@ def test_missing_tensors_are_a_want(run: Run, copied: Path) -> None:
 
 
 def test_the_header_has_a_line_per_draft(run: Run, eagle3: Path) -> None:
-    result = run(f"--draft-model={eagle3}", "--draft-checks=rope", "--draft-device=cpu")
+    result = run(f"--draft-model={eagle3}", "--draft-checks=rope.theta-stated,rope.theta-agrees", "--draft-device=cpu")
     result.stdout.fnmatch_lines(
         [
             "draft: dflash-tiny: dflash (plain), 2 layers, * parameters, bfloat16; on cpu",
@@ -199,14 +202,20 @@ def test_the_header_has_a_line_per_draft(run: Run, eagle3: Path) -> None:
 
 def test_the_report_file_holds_the_checks_that_ran(run: Run, pytester: pytest.Pytester, eagle3: Path) -> None:
     file = pytester.path / "r.json"
-    result = run(f"--draft-model={eagle3}", "--draft-checks=made,rope", "-k", "not agrees", "--draft-report=r.json")
+    result = run(
+        f"--draft-model={eagle3}",
+        "--draft-checks=made,rope.theta-stated,rope.theta-agrees",
+        "-k",
+        "not agrees",
+        "--draft-report=r.json",
+    )
     result.stdout.fnmatch_lines([f"report: {file}"])
     report = json.loads(file.read_text())
     assert report["schema"] == 1
     assert report["tool"]["pytest"] == pytest.__version__
     assert [draft["family"] for draft in report["drafts"]] == ["dflash", "eagle3"]
     found = {item["id"]: item for item in report["drafts"][0]["checks"]}
-    assert list(found) == [item.id for item in rules.select(["made", "rope"]) if "agrees" not in item.id]
+    assert list(found) == [item.id for item in rules.select(["made", *ROPE]) if "agrees" not in item.id]
     statuses = {id: item["status"] for id, item in found.items()}
     assert statuses["made.up-fails"] == "failed"
     assert statuses["made.up-warns"] == "warned"
@@ -223,7 +232,7 @@ def test_the_report_file_holds_the_checks_that_ran(run: Run, pytester: pytest.Py
 
 
 def test_collecting_alone_writes_and_summarises_nothing(run: Run, pytester: pytest.Pytester) -> None:
-    result = run("--collect-only", "--draft-report=r.json", "--draft-checks=rope")
+    result = run("--collect-only", "--draft-report=r.json", "--draft-checks=rope.theta-stated,rope.theta-agrees")
     assert not (pytester.path / "r.json").exists()
     result.stdout.no_fnmatch_line("*= draft model =*")
 
@@ -236,13 +245,13 @@ def test_a_report_that_cannot_be_written_fails_the_run(run: Run, pytester: pytes
             pathlib.Path("r.json").mkdir(exist_ok=True)
         """
     )
-    result = run("--draft-checks=rope", "--draft-report=r.json")
+    result = run("--draft-checks=rope.theta-stated,rope.theta-agrees", "--draft-report=r.json")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["ERROR: the report was not written: *r.json: cannot be written: *"])
 
 
 def test_junit_has_a_case_per_check_with_its_result(run: Run, pytester: pytest.Pytester) -> None:
-    run("--draft-checks=made.up-fails,made.up-warns,rope", "--junitxml=j.xml")
+    run("--draft-checks=made.up-fails,made.up-warns,rope.theta-stated,rope.theta-agrees", "--junitxml=j.xml")
     cases = list(ElementTree.parse(pytester.path / "j.xml").iter("testcase"))
     assert [case.get("name") for case in cases] == [
         f"test_draft[dflash-tiny-{id}]"

@@ -8,15 +8,19 @@ import inspect
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import SearchStrategy
 
-from pytest_specdecode import strategies
+from pytest_specdecode import spec, strategies
+from pytest_specdecode.families import mlp_speculator
 from pytest_specdecode.strategies import (
     LatentConfig,
     LayerConfig,
+    checkpoints,
+    draft_configs,
+    draft_specs,
     heterogeneous_latent_stacks,
     heterogeneous_stacks,
     homogeneous_latent_stacks,
@@ -25,6 +29,9 @@ from pytest_specdecode.strategies import (
     latent_configs,
     latent_kernel_inputs,
     layer_configs,
+    mla_configs,
+    mla_layers,
+    mutated_configs,
 )
 
 SEPARATE = LatentConfig(kv_lora_rank=1, qk_rope_head_dim=2, hidden_size=1)
@@ -112,6 +119,31 @@ WRONG = [
     (latent_kernel_inputs, {"stack": SEPARATE}, f"stack={SEPARATE!r}: a LatentStack is due"),
     (latent_kernel_inputs, {"min_tokens": 18}, "min_tokens=18 is above max_tokens=17"),
     (latent_kernel_inputs, {"block_rows": 12}, "block_rows=12: a power of two is due"),
+    (draft_configs, {"family": "eagle2"}, "family='eagle2': one of 'eagle1', 'eagle3', "),
+    (draft_configs, {"packaging": "gguf"}, "packaging='gguf': one of 'plain', 'speculators', 'embedded' is due"),
+    (
+        draft_configs,
+        {"family": "medusa", "packaging": "speculators"},
+        "packaging='speculators': a draft of the family medusa is written as 'plain', 'embedded'",
+    ),
+    (draft_specs, {"family": "eagle2"}, "family='eagle2': one of 'eagle1', 'eagle3', "),
+    (mutated_configs, {"check": "taps"}, "check='taps': one of 'files.code', 'config.family', "),
+    (
+        mutated_configs,
+        {"check": "taps.order", "family": "medusa"},
+        "check='taps.order', family='medusa': no configuration has room for such a fault",
+    ),
+    (checkpoints, {"min_shards": 0}, "min_shards=0: an integer of at least 1 is due"),
+    (checkpoints, {"min_shards": 4}, "min_shards=4 is above max_shards=3"),
+    (checkpoints, {"seed": True}, "seed=True: an integer of at least 0 is due"),
+    (mla_configs, {"qk_rope_head_dim": 3}, "qk_rope_head_dim=3: an even integer of at least 2 is due"),
+    (
+        mla_configs,
+        {"whole_query": True, "q_lora_rank": 2},
+        "q_lora_rank=2: queries without a latent have none, whole_query=True",
+    ),
+    (mla_layers, {"config": SEPARATE}, f"config={SEPARATE!r}: a MLAConfig is due"),
+    (mla_layers, {"norms": "nice"}, "norms='nice': one of 'zeros', "),
 ]
 
 PUBLIC = (
@@ -123,7 +155,18 @@ PUBLIC = (
     homogeneous_latent_stacks,
     heterogeneous_latent_stacks,
     latent_kernel_inputs,
+    draft_configs,
+    draft_specs,
+    mutated_configs,
+    checkpoints,
+    mla_configs,
+    mla_layers,
 )
+
+SHRINKING = settings(database=None, deadline=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
+
+#: What the printed examples are made of.
+NAMES = {**vars(spec), **vars(mlp_speculator), **vars(strategies)}
 
 
 @pytest.mark.parametrize(
@@ -150,6 +193,21 @@ def test_a_wrong_argument_is_refused_at_once(strategy, arguments, text):
         (heterogeneous_stacks, {"axis": st.just("theta")}, "axis='theta': one of 'num-kv-heads', "),
         (kernel_inputs, {"values": st.just("nan")}, "values='nan': one of 'zeros', "),
         (kernel_inputs, {"block_rows": st.just(12)}, "block_rows=12: a power of two is due"),
+        (
+            draft_configs,
+            {"family": st.just("hydra"), "packaging": "embedded"},
+            "packaging='embedded': a draft of the family hydra is written as 'plain'",
+        ),
+        (
+            mutated_configs,
+            {"check": st.just("dspark.keys"), "family": "eagle1"},
+            "check='dspark.keys', family='eagle1': no configuration has room for such a fault",
+        ),
+        (
+            mla_configs,
+            {"whole_query": st.just(True), "is_joined": True},
+            "is_joined=True: queries without a latent have none, whole_query=True",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -195,6 +253,9 @@ def test_the_public_list_is_sorted_and_complete():
 def test_the_printed_example_is_one_that_is_drawn(strategy):
     """Evaluated, and of the kind that the strategy draws, so that a renamed field does not leave a stale example behind."""
     text = inspect.getdoc(strategy)
-    example = text[text.index("An example, as printed:") + len("An example, as printed:") : text.index("Guarantee:")]
-    made = eval(" ".join(example.split()), vars(strategies))
-    assert repr(made) == " ".join(example.split())
+    before, example = re.search(r"An example, as printed([^:]*):(.*?)Guarantee:", text, re.DOTALL).groups()
+    made = eval(" ".join(example.split()), NAMES)
+    if "without the fields that have their default" in before:
+        assert made == find(strategy(family=made.family), lambda drawn: True, settings=SHRINKING)
+    else:
+        assert repr(made) == " ".join(example.split())

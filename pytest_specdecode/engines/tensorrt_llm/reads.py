@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_specdecode.engines.base import Ignores, Reads
+from pytest_specdecode.engines.base import Declined, Ignores, Reads
 from pytest_specdecode.engines.hf_config import any_of, as_bool, as_length, both, num_layers, plain, plus_one, unless
 from pytest_specdecode.families import Draft
 from pytest_specdecode.spec import MLASpec

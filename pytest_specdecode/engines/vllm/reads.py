@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_specdecode.engines.base import Ignores, Reads, at
+from pytest_specdecode.engines.base import Declined, Ignores, Reads, at
 from pytest_specdecode.engines.hf_config import (
     any_of,
     as_bool,
@@ -548,7 +548,28 @@ _ROTARY = (
     ),
 )
 
-READS: tuple[Reads, ...] = (*_EAGLE, *_DFLASH_RULES, *_DSPARK_RULES, *_ROTARY)
+
+def _combine(draft: Draft) -> str:
+    """What the class reads that vLLM chooses for the target's label and type, whatever the tensors are called."""
+    config = draft.checkpoint.config
+    labels = config.get("architectures")
+    if config.get("model_type") == "deepseek_v4":
+        return "sum"
+    hidden_first = isinstance(labels, list) and labels[:1] in (["MiMoForCausalLM"], ["MiMoMTPModel"])
+    return "hidden-first" if hidden_first else "embed-first"
+
+
+_PREDICTION = (
+    Reads(
+        setting="combine",
+        default=_combine,
+        families=("mtp",),
+        when=unless("speculators_model_type"),
+        source="config/speculative.py, model_executor/models/deepseek_mtp.py, mimo_mtp.py, qwen3_next_mtp.py",
+    ),
+)
+
+READS: tuple[Reads, ...] = (*_EAGLE, *_DFLASH_RULES, *_DSPARK_RULES, *_PREDICTION, *_ROTARY)
 
 
 def _ignores(key: str, instead: str, families: tuple[str, ...], source: str, *harmless: Any, **fields: Any) -> Ignores:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_specdecode.engines.base import Refusal, ServingRule, falls_back, serves_wrong, stops
 from pytest_specdecode.engines.options import ServeOptions
-from pytest_specdecode.engines.sglang_fused_path import why_not_fused
+from pytest_specdecode.engines.sglang.fused_path import why_not_fused
 from pytest_specdecode.families import Draft
 from pytest_specdecode.findings import Outcome
 from pytest_specdecode.spec import GQASpec, RopeSpec

@@ -29,7 +29,7 @@ from pytest_specdecode.engines.hf_config import (
     unless,
     window,
 )
-from pytest_specdecode.engines.sglang_fused_path import why_not_fused
+from pytest_specdecode.engines.sglang.fused_path import why_not_fused
 from pytest_specdecode.families import Draft
 from pytest_specdecode.target import Target
 
@@ -486,6 +486,7 @@ _DSPARK_RULES = (
     ),
 )
 
+
 def _half_for_full(value: Any, draft: Draft) -> Any:
     """float32 is served in half precision, in bfloat16 for Gemma."""
     if str(value).removeprefix("torch.") not in ("float32", "float"):
@@ -497,7 +498,13 @@ def _undeclared_dtype(draft: Draft) -> str:
     return "bfloat16" if str(draft.checkpoint.config.get("model_type")).startswith("gemma") else "float16"
 
 
+def _is_mimo(draft: Draft) -> bool:
+    labels = draft.checkpoint.config.get("architectures")
+    return isinstance(labels, list) and labels[:1] in (["MiMoForCausalLM"], ["MiMoMTP"])
+
+
 READS: tuple[Reads, ...] = (
+    Reads(setting="combine", default="hidden-first", families=("mtp",), when=_is_mimo, source="srt/models/mimo_mtp.py"),
     Reads(
         setting="dtype",
         places=("dtype", "torch_dtype"),
