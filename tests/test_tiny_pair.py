@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from pytest_specdecode import check_draft, open_draft
@@ -22,7 +23,7 @@ from pytest_specdecode.checkpoint import Checkpoint
 
 PAIR = Path(__file__).resolve().parent.parent / "examples" / "tiny-pair"
 DRAFTS = ("eagle3", "eagle3-mla", "dflash")
-TRACES = sorted((PAIR / "trace").iterdir())
+TRACES = sorted((PAIR / "trace").glob("hs_*.safetensors"))
 #: Accepted lengths below this would mean that a draft is misread; the shipped ones are well above, see the example's README.
 LEAST = 1.5
 
@@ -47,7 +48,9 @@ def target(script: ModuleType) -> Any:
 
 
 def test_what_is_shipped_stays_small() -> None:
-    """Under 6 MB together."""
+    """Under 6 MB together, and nothing is missing."""
+    assert {path.name for path in PAIR.iterdir() if path.is_dir()} - {"__pycache__"} == {"target", *DRAFTS, "trace"}
+    assert len(TRACES) >= 8
     assert sum(file.stat().st_size for file in PAIR.rglob("*") if file.is_file()) < 6_000_000
 
 
@@ -76,6 +79,9 @@ def test_a_trace_is_the_targets_own_greedy_text(file: Path, script: ModuleType, 
         "hidden_states": torch.float16,
         "loss_mask": torch.bool,
     }
+    with safe_open(file, framework="pt") as handle:
+        said = handle.metadata()
+    assert said == {"format": "pt", "layer_ids": "[1, 2, 3]", "last_state": "raw", "prompt_length": "48"}
     ids, mask, stored = trace["token_ids"], trace["loss_mask"], trace["hidden_states"].float()
     assert stored.shape == (len(ids), 4, 128)
     assert mask.tolist() == [place >= script.PROMPT for place in range(len(ids))]

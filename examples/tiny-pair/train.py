@@ -218,9 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "target" in rows:
             rows["target"].loss = train_target(options.out / "target", learnt, plan, seed=options.seed)
     target = open_target(options.out / "target")
-    texts, _ = continuations(target, windows(learnt, plan.texts, PROMPT, generator(options.seed + 1)), plan.length)
-    print(f"{plan.texts} continuations: {time.perf_counter() - begun:.0f} s", flush=True)
-
+    if set(DRAFTS) & set(rows):
+        texts, _ = continuations(target, windows(learnt, plan.texts, PROMPT, generator(options.seed + 1)), plan.length)
+        print(f"{plan.texts} continuations: {time.perf_counter() - begun:.0f} s", flush=True)
     for place, name in enumerate(DRAFTS):
         if name in rows:
             with timed(rows, name):

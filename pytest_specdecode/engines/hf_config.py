@@ -15,6 +15,7 @@ from pytest_specdecode.engines.base import Reads, at
 from pytest_specdecode.families import Draft
 from pytest_specdecode.families.quantised import PLAIN_FLOATS
 from pytest_specdecode.fused_kv.stack import normal_scaling
+from pytest_specdecode.spec import MLASpec
 
 #: transformers' classes for what draft layers are labelled as, and the base that each fills in where the file states none.
 THETA_DEFAULTS: Mapping[str, float] = {
@@ -62,9 +63,24 @@ NO_NULLS: Mapping[str, frozenset[str]] = {
 _CLASSES = "transformers' configuration classes, modeling_rope_utils.py"
 
 
+#: Model types of EAGLE-1 drafts whose layers have classes of their own.
+_OWN_CLASSES = ("llama4", "llama4_text", "cohere", "cohere2")
+
+
 def plain(draft: Draft) -> bool:
     """Whether the draft is written as an ordinary Hugging Face checkpoint of its own."""
     return draft.spec is not None and draft.spec.packaging == "plain"
+
+
+def latent(draft: Draft) -> bool:
+    """Whether the draft's layers have latent attention, which every engine rotates by interleaved pairs."""
+    spec = draft.spec
+    return spec is not None and bool(spec.layers) and isinstance(spec.layers[0].attention, MLASpec)
+
+
+def llama_layers(draft: Draft) -> bool:
+    """Whether engines build the draft's layers with Llama's classes: grouped heads, and no model type with classes of its own."""
+    return draft.spec is not None and not latent(draft) and draft.spec.model_type not in _OWN_CLASSES
 
 
 def speculators(draft: Draft) -> bool:

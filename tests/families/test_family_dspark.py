@@ -703,8 +703,10 @@ def test_mlx_packed_matrices_are_expected_packed_and_not_run(tmp_path: Path) -> 
 #: What is said of shapes that are right in themselves and that not every engine takes, or that the sizes here make odd.
 NOT_FOR_ALL = {
     "specforge": {"dspark.keys"},
-    "liquid": {"dspark.keys"},
+    "liquid": {"dspark.keys", "rope.style"},
     "native-fork": {"dspark.keys", "fused-kv.engine-path"},
+    "copied-keys": {"rope.inherited"},
+    "reduced": {"config.unread-keys"},
     "no-markov": {"dspark.heads"},
     "window": {"dflash.layer-types", "dflash.causality"},
     "gemma4": {"dflash.layer-types", "dflash.causality"},
@@ -726,7 +728,9 @@ def test_a_tiny_speculators_draft_passes_every_check(tmp_path: Path) -> None:
             tmp_path / str(size), "dspark", config=speculators(draft_vocab_size=size, speculators_config=structure)
         )
         report = check_draft(tmp_path / str(size))
-        assert not [result.id for result in report if result.status in ("failed", "warned")]
+        # One engine drafts in the target's vocabulary whatever the file says.
+        due = [] if size == VOCAB else ["config.unread-keys"]
+        assert [result.id for result in report if result.status in ("failed", "warned")] == due
         assert report.ok
 
 

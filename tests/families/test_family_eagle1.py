@@ -466,7 +466,7 @@ def test_a_reduced_head_needs_its_map(tmp_path: Path) -> None:
 
 def test_a_pickled_file_is_read(tmp_path: Path) -> None:
     config = tiny_config("eagle1", architectures=["LlamaForCausalLM"])
-    tensors = random_tensors(config, "eagle1", dtype="float16")
+    tensors = random_tensors(config, "eagle1")
     (tmp_path / "config.json").write_text(json.dumps(config))
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     report = check_draft(tmp_path)

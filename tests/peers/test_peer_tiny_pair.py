@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 PAIR = Path(__file__).resolve().parent.parent.parent / "examples" / "tiny-pair"
-TRACES = sorted((PAIR / "trace").iterdir())
+TRACES = sorted((PAIR / "trace").glob("hs_*.safetensors"))
 
 
 @pytest.fixture(scope="module")

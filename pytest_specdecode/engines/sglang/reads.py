@@ -20,7 +20,9 @@ from pytest_specdecode.engines.hf_config import (
     embedded,
     is_causal_by_layer_type,
     is_sliding,
+    latent,
     layer_types,
+    llama_layers,
     num_layers,
     plain,
     plus_one,
@@ -146,6 +148,14 @@ def _has_sliding(draft: Draft) -> bool:
     return any(is_causal_by_layer_type(draft))
 
 
+def _slides(draft: Draft) -> bool:
+    return llama_layers(draft) and _has_sliding(draft)
+
+
+def _plain_llama(draft: Draft) -> bool:
+    return plain(draft) and llama_layers(draft)
+
+
 def _reduced(draft: Draft) -> bool:
     return draft.spec is not None and draft.spec.vocabulary.is_reduced
 
@@ -252,7 +262,7 @@ _EAGLE = (
         default=True,
         take=as_bool,
         families=("eagle1", "eagle3"),
-        when=plain,
+        when=_plain_llama,
         source="srt/models/llama.py",
     ),
     Reads(
@@ -353,6 +363,9 @@ _DFLASH_RULES = (
         when=plain,
         refuses=_refuse_windows,
         source=f"{_UTILS}, {_DFLASH}; PR 27469",
+    ),
+    Reads(
+        setting="is-neox-style", default=False, families=("dspark",), when=latent, source="srt/models/deepseek_v2.py"
     ),
     Reads(
         setting="is-neox-style",
@@ -547,7 +560,7 @@ IGNORES: tuple[Ignores, ...] = (
         key="sliding_window",
         instead="attends to everything unless --speculative-draft-window-size is given",
         families=("eagle1", "eagle3"),
-        when=_has_sliding,
+        when=_slides,
         source=_EAGLE3,
     ),
     Ignores(
@@ -561,6 +574,7 @@ IGNORES: tuple[Ignores, ...] = (
         key="rope_parameters.partial_rotary_factor",
         instead="reads the key at top level only and rotates whole heads",
         families=("eagle1", "eagle3", *_BLOCK, "dspark"),
+        when=unless("partial_rotary_factor"),
         harmless=(1, 1.0),
         source=f"srt/models/llama.py, {_DFLASH}",
     ),

@@ -22,6 +22,8 @@ from pytest_specdecode.engines.hf_config import (
     in_order,
     is_causal_by_layer_type,
     is_sliding,
+    latent,
+    llama_layers,
     num_layers,
     plain,
     plus_one,
@@ -285,7 +287,11 @@ _EAGLE = (
     ),
     Reads(setting="layers", default=None, families=("eagle1", *_EAGLE3S, "eagle3-mla"), source=f"PR 26164; {_EAGLE3}"),
     Reads(
-        setting="is-neox-style", default=True, families=("eagle1", *_EAGLE3S), source="model_executor/models/llama.py"
+        setting="is-neox-style",
+        default=True,
+        families=("eagle1", *_EAGLE3S),
+        when=llama_layers,
+        source="model_executor/models/llama.py",
     ),
     Reads(setting="is-neox-style", default=False, families=("eagle3-mla",), source=_MLA),
     Reads(
@@ -429,6 +435,7 @@ _DFLASH_RULES = (
         refuses=_refuse_window,
         source=f"{_DFLASH}; PR 40898",
     ),
+    Reads(setting="is-neox-style", default=False, families=("dspark",), when=latent, source=_MLA),
     *_in_both("is-neox-style", "is_neox_style", _BLOCKS, f"{_DFLASH}; PR 54373", default=True, take=as_bool),
     *_in_both("qkv-bias", "attention_bias", _BLOCKS, _DFLASH, default=False, take=as_bool),
     Reads(setting="fc-bias", default=False, families=_BLOCKS, source=_DFLASH),
