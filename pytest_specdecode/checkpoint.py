@@ -17,6 +17,7 @@ import math
 import os
 import re
 import stat
+import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,6 +104,11 @@ _ARRAY_CODES = {
     "int64": "q",
     "uint64": "Q",
 }
+
+#: Letters of `struct`, and how far one rounding moves a number, by dtype; bfloat16 is the upper half of a float32.
+_FLOAT_CODES = {"float64": "d", "float32": "f", "float16": "e", "bfloat16": "f"}
+_ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+_BLOCK = 1 << 20
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 #: Pickles that training leaves beside the weights, or that hold one tensor of their own.
@@ -261,8 +267,7 @@ class Checkpoint:
         file = self.path / header.file
         try:
             with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                stream.seek(8 + length + header.start)
+                _seek(stream, header)
                 found.frombytes(stream.read(header.end - header.start))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"data cannot be read: {error}", path=file, key=name) from None
@@ -271,6 +276,54 @@ class Checkpoint:
         if sys.byteorder == "big":
             found.byteswap()
         return found
+
+    def number(self, name: str) -> float | None:
+        """The value of a tensor of one element, read without torch from safetensors; None where its dtype is no plain float.
+
+        Raises:
+            CheckpointError: no such tensor, not of one element, or its data cannot be read.
+        """
+        header = self.tensors.get(name)
+        if header is None:
+            raise CheckpointError("no tensor of this name in the weights", path=self.path, key=name)
+        if header.numel != 1:
+            raise CheckpointError(
+                "has more than one value or none", path=self.path, key=name, got=header.shape, due=[1]
+            )
+        if header.dtype not in _FLOAT_CODES:
+            return None
+        if header.file.endswith(_PICKLE_SUFFIXES):
+            return float(self.tensor(name).reshape(-1)[0])
+        return _floats(b"".join(self._blocks(header)), header.dtype)[0]
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether the tensor `name` is a copy of `other`, compared in blocks, without torch where both are stored as safetensors.
+
+        Of one dtype they are compared bit by bit. Where one was cast, no value of the first block may be further off than a rounding to the
+        dtype of `name`; a narrow dtype that needs a scale is no copy of a plain one.
+
+        Raises:
+            CheckpointError: no such tensor, or its data cannot be read.
+        """
+        for key in (name, other):
+            if key not in self.tensors:
+                raise CheckpointError("no tensor of this name in the weights", path=self.path, key=key)
+        own, theirs = self.tensors[name], self.tensors[other]
+        if own.shape != theirs.shape:
+            return False
+        if own.file.endswith(_PICKLE_SUFFIXES) or theirs.file.endswith(_PICKLE_SUFFIXES):
+            import torch
+
+            mine = self.tensor(name)
+            return torch.equal(mine, self.tensor(other).to(mine.dtype))
+        if own.dtype == theirs.dtype:
+            return all(a == b for a, b in zip(self._blocks(own), self._blocks(theirs), strict=True))
+        if own.dtype not in _FLOAT_CODES or theirs.dtype not in _FLOAT_CODES:
+            return False
+        # Cast copies are rare, and two trained tensors differ at once: the first block settles it.
+        pairs = zip(*(_floats(next(self._blocks(header), b""), header.dtype) for header in (own, theirs)), strict=False)
+        step = _ROUNDING[own.dtype]
+        return all(abs(a - b) <= max(step * abs(b), 2.0**-25) or a == b or (a != a and b != b) for a, b in pairs)
 
     def chunks(self, name: str, max_bytes: int = 64 << 20) -> Iterator[torch.Tensor]:
         """The tensor `name` in consecutive row blocks of at most about `max_bytes` each."""
@@ -307,6 +360,22 @@ class Checkpoint:
         """Let go of open files and of pickled tensors."""
         self._handles.clear()
         self._pickled.clear()
+
+    def _blocks(self, header: TensorHeader) -> Iterator[bytes]:
+        """The data of a tensor that is stored as safetensors, some bytes at a time."""
+        file = self.path / header.file
+        left = header.end - header.start
+        try:
+            with file.open("rb") as stream:
+                _seek(stream, header)
+                while left and (block := stream.read(min(left, _BLOCK))):
+                    left -= len(block)
+                    yield block
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"data cannot be read: {error}", path=file, key=header.name) from None
+        if left:
+            size = header.end - header.start
+            raise CheckpointError("data ends early", path=file, key=header.name, got=size - left, due=size)
 
     def _handle(self, file: str) -> Any:
         if file not in self._handles:
@@ -422,6 +491,22 @@ class Checkpoint:
             TensorHeader(name=key, dtype=str(value.dtype).removeprefix("torch."), shape=tuple(value.shape), file=name)
             for key, value in self._pickled_tensors(name).items()
         ]
+
+
+def _seek(stream: BinaryIO, header: TensorHeader) -> None:
+    """Go to the first byte of a tensor's data in an open safetensors file."""
+    length = int.from_bytes(stream.read(8), "little")
+    stream.seek(8 + length + header.start)
+
+
+def _floats(data: bytes, dtype: str) -> tuple[float, ...]:
+    """The numbers that `data` holds, of a dtype in `_FLOAT_CODES`."""
+    if dtype == "bfloat16":
+        wide = bytearray(2 * len(data))
+        wide[2::4], wide[3::4] = data[::2], data[1::2]
+        data = bytes(wide)
+    code = _FLOAT_CODES[dtype]
+    return struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data)
 
 
 def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:

@@ -767,6 +767,78 @@ def test_a_dtype_that_torch_has_not_is_an_error_on_loading(tmp_path: Path, dtype
 
 # --- cost --------------------------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("value", [1.0, -0.0625, 3e-5, 448.0, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_one_number_is_the_one_that_torch_loads(dtype: torch.dtype, value: float, tmp_path: Path) -> None:
+    tensors = {"a": torch.tensor(7.0, dtype=dtype), "k_scale": torch.tensor([value], dtype=dtype)}
+    (tmp_path / "config.json").write_text("{}")
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = Checkpoint.open(tmp_path)
+    assert found.number("k_scale") == float(tensors["k_scale"])
+    assert found.number("a") == 7.0
+
+
+def test_what_is_not_one_plain_number(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file(
+        {"two": torch.ones(2), "whole": torch.tensor(1), "narrow": torch.ones(1).to(torch.float8_e4m3fn)},
+        tmp_path / "model.safetensors",
+    )
+    found = Checkpoint.open(tmp_path)
+    assert found.number("whole") is None
+    assert found.number("narrow") is None
+    for name in ("two", "absent"):
+        with pytest.raises(CheckpointError, match=r"more than one value|no tensor of this name"):
+            found.number(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "due"),
+    [
+        (lambda t: t.clone(), True),
+        (lambda t: t.float(), True),
+        (lambda t: t.half(), True),
+        (lambda t: t.index_fill(0, torch.tensor([len(t) - 1]), 9.0), False),
+        (lambda t: (t.float() * 1.01).float(), False),
+        (lambda t: t.float().roll(1, 0), False),
+        (lambda t: t[:-1].clone(), False),
+        (lambda t: t.to(torch.float8_e5m2), False),
+    ],
+    ids=["copy", "float32", "float16", "last row differs", "one percent more", "rows moved", "shorter", "narrow"],
+)
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_copy_is_one_over_blocks_and_dtypes(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    due: bool,
+    pickled: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the tensors are longer than a block, and the last one tells."""
+    monkeypatch.setattr("pytest_specdecode.checkpoint._BLOCK", 96)
+    one = (torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16()
+    tensors = {"one": one, "other": change(one)}
+    (tmp_path / "config.json").write_text("{}")
+    if pickled:
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(tensors, tmp_path / "model.safetensors")
+    found = Checkpoint.open(tmp_path)
+    assert found.same("one", "other") is due
+
+
+def test_a_cast_copy_is_one_in_either_direction(tmp_path: Path) -> None:
+    wide = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"narrow": wide.bfloat16(), "wide": wide}, tmp_path / "model.safetensors")
+    found = Checkpoint.open(tmp_path)
+    assert found.same("narrow", "wide")
+    assert not found.same("wide", "narrow"), "what was rounded is no copy in float32"
+    with pytest.raises(CheckpointError, match="no tensor of this name"):
+        found.same("narrow", "absent")
+
+
 _OPEN = """
 import sys
 from pytest_specdecode.checkpoint import Checkpoint

@@ -135,7 +135,7 @@ print(json.dumps({
     "heavy": sorted({"torch", "numpy", "triton", "safetensors", "hypothesis"} & set(sys.modules)),
     "parameters": draft.checkpoint.num_parameters,
     "family": draft.spec.family,
-    "statuses": {result.id: result.status for result in report},
+    "statuses": {result.id: result.status for result in report if not result.want or result.id == "taps.range"},
     "text": str(report),
 }))
 """
@@ -158,6 +158,7 @@ def test_checks_of_headers_cost_the_same_at_any_size(tmp_path: Path, name: str) 
     assert len(found["statuses"]) > 30
     # Zeros in the maps are a fault that a check of values may name; the headers themselves are sound.
     unsound = {id for id, status in found["statuses"].items() if status not in ("passed", "skipped")}
-    assert unsound <= {"vocabulary.d2t", "vocabulary.t2d", "taps.range"}, found["text"]
+    # A published head whose lists of taps do not say what they count is read differently by two engines.
+    assert unsound <= {"vocabulary.d2t", "vocabulary.t2d", "taps.range", "taps.convention"}, found["text"]
     # Published heads do not state the target's depth, and without it a range cannot be judged.
     assert found["statuses"]["taps.range"] in ("passed", "inconclusive")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pytest_specdecode import testing
+from pytest_specdecode import check_draft, testing
 from pytest_specdecode.checks import REGISTRY, Check
 from pytest_specdecode.engines import ENGINES, Engine
 from pytest_specdecode.families import FAMILIES
@@ -103,6 +104,25 @@ def _example(item: Check) -> Iterator[str]:
     yield "```json"
     yield json.dumps(kept, indent=2)
     yield "```"
+    rows = [] if item.faults else list(_outcomes_of_example(item, family, changes))
+    if rows:
+        yield ""
+        yield "| engine | outcome | what it does with the example |"
+        yield "|---|---|---|"
+        yield from rows
+
+
+def _outcomes_of_example(item: Check, family: str, changes: Mapping[str, object]) -> Iterator[str]:
+    """What the engines do with the example, where that follows from what each reads and not from a fault with a name."""
+    config = {**testing.tiny_config(family), **changes}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        testing.write_tiny(path, family)
+        (path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+        findings = check_draft(path, checks=[item.id])[item.id].findings
+    for name, outcome in findings[0].outcomes.items() if findings else ():
+        if outcome.outcome != "unknown":
+            yield f"| {ENGINES[name].title} | {outcome.outcome} | {_cell(outcome.message)} |"
 
 
 def _outcomes(item: Check, specs: Mapping[str, DraftSpec]) -> Iterator[str]:

@@ -228,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows[name].loss = train(options.out / name, name, target, texts, plan, seed=options.seed + 2 + place)
 
     if "trace" in rows:
+        torch.set_num_threads(1)  # One round's matrices are too small to share out.
         with timed(rows, "trace"):
             prompts = windows(held_out, plan.candidates, PROMPT, generator(options.seed + 9))
             drafters = {name: open_drafter(options.out / name, target) for name in DRAFTS}

@@ -5,21 +5,28 @@ Static checks see a checkpoint; whether a draft works shows only in what it prop
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_specdecode import engines
 from pytest_specdecode.checks.registry import Context, Inconclusive, check
 from pytest_specdecode.errors import LayerBuildError, NoReferenceError
-from pytest_specdecode.findings import Finding
+from pytest_specdecode.findings import Finding, Outcome
 from pytest_specdecode.replay.baseline import Entry
 
 if TYPE_CHECKING:
     from pytest_specdecode.replay import ReplayResult
+    from pytest_specdecode.replay.probe import Comparison, ProbeResult
+    from pytest_specdecode.replay.readings import EngineReading, OtherReading
+    from pytest_specdecode.replay.target_weights import TargetWeights
 
 #: Of the baseline's accepted length, below which a draft fails.
 SHARE = 0.95
 
 _LENGTH = "acceptance.length"
+_CONVENTIONS = "acceptance.conventions"
 
 
 @check(
@@ -56,6 +63,58 @@ def length(context: Context) -> Iterator[Finding]:
     yield make(message, where=str(context.trace.path) if context.trace else "", got=round(served, 4), due=round(due, 4))
 
 
+@check(
+    _CONVENTIONS,
+    title="no other reading of the checkpoint predicts the target better than the declared one",
+    why="A wrong base, pairs of lanes, order of taps or residual loads, runs and passes every other check; only what is accepted shows it.",
+    needs=("tensors", "trace"),
+    cost="accepted length 1.03 as declared, 2.0 read as it was trained (rotary pairs)",
+    example="a draft that was trained with interleaved rotary pairs, and whose configuration leaves readers at halves",
+    fix="state in config.json the reading that predicts the target, or export the weights for the declared one",
+)
+def conventions(context: Context) -> Iterator[Finding]:
+    """Every other reading on the same starts as the declared one, one convention at a time; and what engines will read."""
+    result, engines_read = _probed(context)
+    lengths = {name: result.served.get(name) for name in engines_read}
+    context.figures[_CONVENTIONS] = {
+        **result.to_dict(),
+        "engines": {
+            name: {
+                "differs": list(read.names),
+                "refuses": read.refused,
+                "known_settings": read.settings,
+                "accepted_length": None if (rate := lengths[name]) is None else rate.accepted_length,
+            }
+            for name, read in engines_read.items()
+        },
+    }
+    said = [text for name, read in engines_read.items() if (text := _engine_text(name, read, lengths[name]))]
+    for item in result.better:
+        yield context.fail(
+            f"declared {item.reading.declared}, {result.declared}; {item.reading.name}, {item.rate}",
+            where=str(context.trace.path) if context.trace else "",
+            got={"reading": item.reading.declared, "kept_by_it_alone": item.only_declared, **result.declared.to_dict()},
+            due={"reading": item.reading.name, "kept_by_it_alone": item.only_other, **item.rate.to_dict()},
+            fix=f"state {item.reading.name} in config.json, or export the weights for {item.reading.declared}",
+            outcomes=_as_engines_read(context, item.reading, lengths),
+        )
+    if result.better:
+        return
+    undecided = "; ".join(_open_text(item) for item in result.open)
+    if not result.comparisons:
+        raise Inconclusive("no other reading can be replayed of this draft and this trace")
+    if len(result.open) == len(result.comparisons):
+        raise Inconclusive(
+            f"a trace of {result.tokens} tokens tells no other reading from the declared one ({result.declared}): {undecided}"
+        )
+    worse = [item for item in result.comparisons if item.verdict == "worse"]
+    parts = [f"{result.declared} as declared" + ("" if result.label == "acceptance" else f", {result.label}")]
+    parts.append("worse: " + ", ".join(f"{item.reading.name} {item.rate}" for item in worse))
+    if undecided:
+        parts.append(f"not told apart: {undecided}")
+    context.notes[_CONVENTIONS] = "; ".join([*parts, *said])
+
+
 def measured(context: Context) -> ReplayResult:
     """The replay of the declared reading; made once per draft.
 
@@ -70,27 +129,101 @@ def measured(context: Context) -> ReplayResult:
 
 def _replayed(context: Context) -> ReplayResult:
     from pytest_specdecode.replay.run import replay
-    from pytest_specdecode.replay.target_weights import TargetMissingError, TargetWeights
 
     assert context.trace is not None
-    target = None
-    try:
-        if context.target is not None:
-            target = TargetWeights(context.target.path)
+    with _open_where_it_cannot():
         return replay(
             context.draft,
             context.trace,
-            target=target,
+            target=_target_weights(context),
             draft_tokens=context.draft_tokens,
             device=context.device,
             progress=context.progress,
         )
+
+
+def _probed(context: Context) -> tuple[ProbeResult, dict[str, EngineReading]]:
+    """The probe, and how each engine will read the draft."""
+    from pytest_specdecode.replay import readings
+    from pytest_specdecode.replay.probe import probe
+    from pytest_specdecode.replay.run import Replayer
+
+    assert context.trace is not None
+    draft, target = context.draft, context.target
+    taken = readings.taken(draft, target, context.engines)
+    values: dict[str, list[object]] = {}
+    for settings in taken.values():
+        for setting, reading in settings.items():
+            if not reading.refused:
+                values.setdefault(setting, []).append(reading.value)
+    read = {name: readings.engine_reading(context.spec, settings) for name, settings in taken.items()}
+    with _open_where_it_cannot():
+        result = probe(
+            Replayer(draft, _target_weights(context), device=context.device),
+            context.trace,
+            readings.other_readings(draft, target, values),
+            also={name: item.spec for name, item in read.items() if item.settings and not item.refused},
+            draft_tokens=context.draft_tokens,
+            progress=context.progress,
+        )
+    return result, read
+
+
+def _target_weights(context: Context) -> TargetWeights | None:
+    from pytest_specdecode.replay.target_weights import TargetWeights
+
+    return None if context.target is None else TargetWeights(context.target.path)
+
+
+@contextlib.contextmanager
+def _open_where_it_cannot() -> Iterator[None]:
+    """Inside, what keeps a draft from being replayed leaves the check open."""
+    from pytest_specdecode.replay.target_weights import TargetMissingError
+
+    try:
+        yield
     except TargetMissingError as error:
         raise Inconclusive(f"{error.message}; give the target with its weights: --draft-target=DIR", "target") from None
     except NoReferenceError as error:
         raise Inconclusive(str(error)) from None
     except LayerBuildError as error:
         raise Inconclusive(f"the draft does not build, see layers.build: {error.brief}") from None
+
+
+def _as_engines_read(context: Context, reading: OtherReading, lengths: Mapping[str, object]) -> dict[str, Outcome]:
+    """Per engine, whether it reads so, with the length that it will be accepted at."""
+    if not reading.setting:
+        return {name: Outcome(outcome="unknown") for name in context.engines}
+    if reading.setting == "taps":
+        found = engines.against(engines.captures(context.draft, context.target, context.engines), reading.value)
+    else:
+        found = context.read_as(reading.setting, reading.value)
+    return {
+        name: outcome
+        if outcome.outcome in ("unknown", "stops") or lengths.get(name) is None
+        else replace(outcome, message=f"{outcome.message}: about {lengths[name]}")
+        for name, outcome in found.items()
+    }
+
+
+def _engine_text(name: str, read: EngineReading, rate: object) -> str:
+    """`SGLang will read theta 10000: about 1.06`; empty where nothing is known."""
+    title = engines.ENGINES[name].title
+    if read.refused:
+        return f"{title} stops: {read.refused}"
+    if not read.settings:
+        return ""
+    what = "as declared" if not read.names else " and ".join(read.names)
+    return f"{title} will read {what}: " + ("not replayed" if rate is None else f"about {rate}")
+
+
+def _open_text(item: Comparison) -> str:
+    assert item.tokens is not None
+    assert item.difference is not None
+    return (
+        f"{item.reading.name} {item.rate} (about {item.tokens:,} tokens would settle a difference of {item.difference:.2g} in the "
+        f"{'first' if item.reading.place == 1 else 'second'} token's rate)"
+    )
 
 
 def _difference(entry: Entry, result: ReplayResult) -> str | None:

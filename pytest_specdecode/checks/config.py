@@ -9,6 +9,7 @@ from pytest_specdecode.checks.keys import layer_key
 from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check, require_layers
 from pytest_specdecode.families import FAMILIES
 from pytest_specdecode.families.base import open_view
+from pytest_specdecode.families.recognise import Recognition
 from pytest_specdecode.findings import Finding, Outcome
 from pytest_specdecode.spec import GQASpec, MLASpec
 
@@ -19,6 +20,7 @@ from pytest_specdecode.spec import GQASpec, MLASpec
     why="An engine picks the algorithm by label; another label over the same weights is served with accepted length 1.0.",
     needs=("config", "headers"),
     anywhere=True,
+    faults=("family-disagrees", "family-eagle-label"),
     cost="accepted length 1.00 for an EAGLE3 draft that was served as EAGLE (sgl-project/sglang PR 21272)",
     example={"architectures": ["DFlashDraftModel"]},
     fix="set architectures and projector_type to what the weights are",
@@ -44,6 +46,7 @@ def family(context: Context) -> Iterator[Finding]:
             got=found.evidence(),
             due="one family",
             fix="set architectures and projector_type to what the weights are",
+            fault="family-eagle-label" if _is_eagle3_as_eagle(found) else "family-disagrees",
         )
     elif draft.spec is None:
         read = ", ".join(item.name for item in FAMILIES)
@@ -68,6 +71,12 @@ def family(context: Context) -> Iterator[Finding]:
                 due=named,
                 fix="state in both what the weights are",
             )
+
+
+def _is_eagle3_as_eagle(found: Recognition) -> bool:
+    """Whether the label says EAGLE-1 or 2, and the tensors EAGLE-3."""
+    said = {kind: {signal.family for signal in found.signals if signal.kind == kind} for kind in ("label", "tensors")}
+    return said == {"label": {"eagle1"}, "tensors": {"eagle3"}}
 
 
 @check(

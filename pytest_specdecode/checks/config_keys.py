@@ -9,6 +9,7 @@ from typing import Any
 from pytest_specdecode import engines
 from pytest_specdecode.checks.known_keys import MISTAKEN, READ, UNREAD, keys_of
 from pytest_specdecode.checks.registry import Context, check
+from pytest_specdecode.engines.hf_config import refused_nulls
 from pytest_specdecode.findings import Finding, Outcome
 
 #: Keys of which a check of their own says which engine reads them.
@@ -32,7 +33,6 @@ _NEAR = 0.87
     "config.unread-keys",
     title="no key is misspelled, and none is passed over by an engine at a loss",
     why="A key that nobody reads is an option that is not in force: readers take their default and say nothing.",
-    severity="warning",
     faults=("key-misspelled",),
     cost="accepted length 2.39 to 2.68 where the norm is read that engines ignored before, 1.00 without (sglang PR 32334)",
     example={"eagle_config": {"aux_hidden_state_layer_ids": [2, 8, 13]}},
@@ -76,12 +76,12 @@ def unread_keys(context: Context) -> Iterator[Finding]:
     fix="leave the key out, or state its value",
 )
 def null_values(context: Context) -> Iterator[Finding]:
-    """One finding per key that is null where some engine wants a value."""
-    config = context.draft.checkpoint.config
+    """One finding per key that is null where a configuration class wants a value; an error where an engine is known to stop at it."""
     stops = context.null_stops()
-    for key in (key for key, value in config.items() if value is None):
+    refused = refused_nulls(context.draft)
+    for key in _nulls(context.draft.checkpoint.config):
         refusing = [name for name, keys in stops.items() if key in keys]
-        if not refusing:
+        if not refusing and key not in refused:
             continue
         stated = engines.outcomes("null-value", context.spec, context.engines)
         outcomes = {
@@ -95,7 +95,16 @@ def null_values(context: Context) -> Iterator[Finding]:
             fix=f"leave {key} out, or state its value",
             fault="null-value",
             outcomes=outcomes,
+            severity="error" if refusing else "warning",
         )
+
+
+def _nulls(config: Mapping[str, Any]) -> Iterator[str]:
+    """The keys that are null, those of the layers of a speculators file with their section."""
+    yield from (key for key, value in config.items() if value is None)
+    layer = config.get("transformer_layer_config")
+    if isinstance(layer, Mapping):
+        yield from (f"transformer_layer_config.{key}" for key, value in layer.items() if value is None)
 
 
 def _some(outcomes: Mapping[str, Outcome]) -> str:

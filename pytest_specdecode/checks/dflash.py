@@ -44,11 +44,23 @@ def mask_token(context: Context) -> Iterator[Finding]:
     block = _block(context)
     where = f"config.json: {block.mask_token_stated[0].key if block.mask_token_stated else block_key(context, 'mask token')}"
     stated = {item.key: item.value for item in block.mask_token_stated}
+    if block.mask_token_id is None and stated:
+        parallel = block.variant == "peagle"
+        make = context.warn if parallel else context.fail
+        yield make(
+            "mask_token_id is not an id",
+            where=where,
+            got=next(iter(stated.values())),
+            due="the id that masked rows were trained with: a whole number from 0 up",
+            fix=f"state {block_key(context, 'mask token')} as trained",
+            outcomes=_unusable_mask(context, parallel),
+        )
+        return
     if block.mask_token_id is None and block.variant == "peagle":
         yield context.warn(
             "mask_token_id is not stated; engines cannot draft in parallel without it",
             where="config.json: mask_token_id",
-            got=next(iter(stated.values()), None),
+            got=None,
             due="the id that masked positions were trained with",
             fix="state mask_token_id",
             fault="parallel-mask-token-missing",
@@ -56,9 +68,9 @@ def mask_token(context: Context) -> Iterator[Finding]:
         return
     if block.mask_token_id is None:
         yield context.fail(
-            "mask_token_id is not stated" if not stated else "mask_token_id is not an id",
+            "mask_token_id is not stated",
             where=where,
-            got=next(iter(stated.values()), None),
+            got=None,
             due="the id that masked rows were trained with",
             fix=f"state {block_key(context, 'mask token')}",
             fault="mask-token-missing",
@@ -71,6 +83,7 @@ def mask_token(context: Context) -> Iterator[Finding]:
             got=stated,
             due="one value",
             fix="leave the one that was trained, in both places",
+            outcomes=None if all(map(_is_id, stated.values())) else _unusable_mask(context, parallel=False),
         )
     rows = context.spec.vocabulary.vocab_size
     if context.target is not None:
@@ -600,6 +613,24 @@ def _window_of(window: int, layer: int, sliding: list[int]) -> int | None:
 def _layers(indices: list[int]) -> str:
     listed = ", ".join(map(str, indices))
     return f"layer {listed} is" if len(indices) == 1 else f"layers {listed} are"
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _unusable_mask(context: Context, parallel: bool) -> dict[str, Outcome]:
+    """What each engine does where what it reads is no id: it stops, or takes it as it is; one that does not look there finds none."""
+    missing = "parallel-mask-token-missing" if parallel else "mask-token-missing"
+    found = engines.outcomes(missing, context.spec, context.engines)
+    for name, reading in context.readings("mask-token-id").items():
+        if reading is None and not parallel:
+            found[name] = Outcome(outcome="unknown")
+        elif reading is not None and reading.refused:
+            found[name] = engines.stops(reading.refused, reading.source)
+        elif reading is not None and reading.place:
+            found[name] = Outcome(outcome="unknown", message=str(reading), source=reading.source)
+    return found
 
 
 def _other_id(context: Context, id: int, where: str) -> Iterator[Finding]:

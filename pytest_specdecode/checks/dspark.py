@@ -134,7 +134,7 @@ def _prefixes(context: Context) -> Iterator[Finding]:
         if name.startswith(prefix) and prefix not in stored
     ]
     if bare:
-        yield context.warn(
+        yield context.fail(
             f"{', '.join(bare[:4])}{', …' if len(bare) > 4 else ''}: names without the prefix of their head",
             where=bare[0],
             got=bare,

@@ -102,6 +102,7 @@ def pickle(context: Context) -> Iterator[Finding]:
     severity="warning",
     needs=("config",),
     anywhere=True,
+    faults=("mask-embedding-file",),
     example="an auto_map in config.json, or a .py file or a mask_embedding.pt beside the weights",
     fix="leave the code out; a tensor that the draft needs belongs among its weights",
 )
@@ -127,6 +128,7 @@ def code(context: Context) -> Iterator[Finding]:
             "mask_embedding.pt replaces the mask token's embedding, and few engines read it",
             where=str(checkpoint.path / "mask_embedding.pt"),
             fix="store the mask's row in the embedding that the engine reads",
+            fault="mask-embedding-file",
         )
 
 

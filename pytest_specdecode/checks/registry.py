@@ -56,7 +56,8 @@ class Check:
         id: stable, `group.name`.
         title: what must hold, in one line.
         why: what goes wrong otherwise.
-        severity: of its worst finding.
+        severity: of its worst finding. Beyond that, an engine that was chosen to judge and data that cannot be read make an error of a
+            warning.
         needs: evidence without which it is inconclusive. A check that needs both config and headers looks at the configuration
             alone where there are no weights, and is inconclusive only if that shows no fault. One that needs both the target and the
             serving options is content with either.
@@ -256,7 +257,7 @@ def run(item: Check, context: Context) -> CheckResult:
 
     try:
         _require(item, context)
-        findings = [_judged(finding, context) for finding in item.run(context)]
+        findings = [_judged(_declared(finding, item), context) for finding in item.run(context)]
     except Skip as reason:
         return result("skipped", str(reason))
     except Inconclusive as reason:
@@ -268,11 +269,17 @@ def run(item: Check, context: Context) -> CheckResult:
         return result("inconclusive", f"the configuration alone shows no fault; {_NO_WEIGHTS}", want="tensors")
     if not findings:
         return result("passed", context.notes.get(item.id, ""))
-    for finding in findings:
-        if finding.fault and finding.fault not in item.faults:
-            raise ValueError(f"{item.id} reports the fault {finding.fault!r}, which it does not declare")
     findings.sort(key=lambda finding: finding.severity != "error")
     return result("failed" if findings[0].severity == "error" else "warned", findings[0].message, findings)
+
+
+def _declared(finding: Finding, item: Check) -> Finding:
+    """The finding as the check has it, which may be no more than what the check is registered with."""
+    if finding.fault and finding.fault not in item.faults:
+        raise ValueError(f"{item.id} reports the fault {finding.fault!r}, which it does not declare")
+    if finding.severity == "error" and item.severity == "warning":
+        raise ValueError(f"{item.id} reports an error, and is registered with warnings as its worst: {finding.message}")
+    return finding
 
 
 def _judged(finding: Finding, context: Context) -> Finding:

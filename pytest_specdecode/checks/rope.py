@@ -90,7 +90,7 @@ def theta_stated(context: Context) -> Iterator[Finding]:
 @check(
     "rope.theta-agrees",
     title="all places that state rope_theta agree",
-    why="Readers look in different places first, so two values are two drafts.",
+    why="Readers look in different places first, so two values are two drafts. Whether the base is the target's, target.rope says.",
     needs=("config",),
     faults=("theta-disagrees",),
     cost="accepted length 2.37 against 2.56 with a base of 1000000 beside weights trained at 10000 (wejoncy/sfllm PR 32)",
@@ -98,7 +98,7 @@ def theta_stated(context: Context) -> Iterator[Finding]:
     fix="leave the trained base, or write it to every place",
 )
 def theta_agrees(context: Context) -> Iterator[Finding]:
-    """Disagreement inside the file, with the base that each engine takes."""
+    """Disagreement inside the file, with the base that each engine takes; one that is not the target's is `target.rope`'s warning."""
     ropes = _ropes(context).values()
     stated = {item.key: item.value for rope in ropes for item in rope.theta_stated}
     if not stated:

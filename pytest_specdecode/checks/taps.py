@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pytest_specdecode import engines
 from pytest_specdecode.checks.keys import block_key
 from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check
-from pytest_specdecode.engines import Reading
+from pytest_specdecode.engines import Reading, at
 from pytest_specdecode.engines.hf_config import dflash_guess
 from pytest_specdecode.findings import Finding, Outcome
 from pytest_specdecode.spec import times
@@ -31,8 +33,22 @@ def stated(context: Context) -> Iterator[Finding]:
     taps = context.spec.taps
     if not taps.required:
         raise Skip(_no_taps(context))
+    block = context.spec.block is not None and context.spec.eagle3 is None
+    unusable = _unusable(context)
+    for key, (value, wrong) in unusable.items():
+        # A head is given the default states where its list is empty, which it may have been trained on.
+        make = context.fail if block or value != [] else context.warn
+        yield make(
+            f"{key} is {wrong}",
+            where=f"config.json: {key}",
+            got=value,
+            due="a list of layer ids, whole numbers from 0 up",
+            fix=f"state {key} as trained",
+            outcomes=_at_unusable(context, key),
+        )
+    if taps.ids is None and unusable:
+        return
     if taps.ids is None:
-        block = context.spec.block is not None and context.spec.eagle3 is None
         key = block_key(context, "taps") if block else "eagle_aux_hidden_state_layer_ids"
         make = context.fail if block else context.warn
         yield make(
@@ -105,7 +121,7 @@ def order(context: Context) -> Iterator[Finding]:
     "taps.range",
     title="the tapped layers are layers of the target",
     why="An id past the end is not captured: the features have another width, or an engine reads what is not there.",
-    faults=("taps-range",),
+    faults=("taps-range", "target-depth"),
     example={
         "family": "dflash",
         "dflash_config": {"mask_token_id": 511, "target_layer_ids": [1, 9, 20], "block_size": 8},
@@ -116,6 +132,18 @@ def in_range(context: Context) -> Iterator[Finding]:
     """Ids against the target's depth, in the packaging's convention; where that is not settled, in either."""
     ids = _stated_ids(context)
     taps = context.spec.taps
+    if _may_count_taps(context):
+        stated = taps.num_target_layers
+        yield context.warn(
+            f"num_target_layers is {stated}, and so is the number of taps: a count of taps, as some packagings write it there, or a "
+            f"target of {stated} layers, which has no layer {max(ids)}",
+            where="config.json: num_target_layers",
+            got=stated,
+            due="the target's layers",
+            fix="give --draft-target=DIR, which settles it, and state the target's depth",
+            fault="target-depth",
+        )
+        return
     depth = _depth(context)
     if depth is None:
         raise Inconclusive(
@@ -210,7 +238,6 @@ def convention(context: Context) -> Iterator[Finding]:
     "taps.places",
     title="the tapped layers are stated the same in every place that an engine reads",
     why="Engines look in different places, some in one only: a head that states one place is served with a guess by the others.",
-    severity="warning",
     faults=(
         "taps-places-differ",
         "taps-nested-only",
@@ -394,13 +421,17 @@ def _captured_as(
     for name, reading in captured.items():
         if reading is None or found[name].outcome != "serves wrong":
             continue
-        if depth is not None and isinstance(reading.value, list) and max(reading.value, default=0) > depth:
+        if depth is not None and _is_past(reading.value, depth):
             found[name] = replace(
                 past[name], message=f"{reading}, past the last of {depth} layers: {past[name].message}"
             )
         elif not sure:
             found[name] = replace(found[name], outcome="unknown")
     return found
+
+
+def _is_past(ids: Any, depth: int) -> bool:
+    return isinstance(ids, list) and any(isinstance(id, int) and id > depth for id in ids)
 
 
 def _open(captured: Mapping[str, Reading | None], ids: tuple[int, ...]) -> dict[str, Outcome]:
@@ -470,4 +501,54 @@ def _depth(context: Context) -> int | None:
     """Layers of the target: from its own configuration, else as the draft states it."""
     if context.target is not None and context.target.num_hidden_layers is not None:
         return context.target.num_hidden_layers
-    return context.spec.taps.num_target_layers
+    return None if _may_count_taps(context) else context.spec.taps.num_target_layers
+
+
+def _may_count_taps(context: Context) -> bool:
+    """Whether the depth that the draft states may be the number of its taps: they are equal, a tap lies beyond, and no target is known."""
+    taps, target = context.spec.taps, context.target
+    if target is not None and target.num_hidden_layers is not None:
+        return False
+    if taps.ids is None or taps.num_target_layers is None or taps.num_target_layers != taps.count:
+        return False
+    return max(taps.ids) > taps.num_target_layers - (taps.convention == "output")
+
+
+#: Where lists of tapped layers stand.
+_PLACES = {
+    "block": ("dflash_config.target_layer_ids", "target_layer_ids", "dspark_target_layer_ids"),
+    "head": ("eagle_config.eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"),
+    "speculators": ("aux_hidden_state_layer_ids", "target_layer_ids", "eagle_aux_hidden_state_layer_ids"),
+}
+
+
+def _unusable(context: Context) -> dict[str, tuple[Any, str]]:
+    """The stated lists that name no layer: what is there, and what is wrong with it."""
+    spec, config = context.spec, context.draft.checkpoint.config
+    kind = "block" if spec.eagle3 is None else "head"
+    found = {}
+    for key in _PLACES["speculators" if spec.packaging == "speculators" else kind]:
+        value = at(config, key)
+        if value is None:
+            continue
+        if not isinstance(value, list):
+            found[key] = (value, "not a list")
+        elif not value:
+            found[key] = (value, "an empty list")
+        elif odd := [item for item in value if isinstance(item, bool) or not isinstance(item, int)]:
+            found[key] = (value, f"a list with {reprlib.repr(odd[0])}, which is no whole number")
+    return found
+
+
+def _at_unusable(context: Context, key: str) -> dict[str, Outcome]:
+    """What each engine does about the list at `key`: it stops, or takes it as it is, which is not followed further."""
+    found = {}
+    for name, reading in _captures(context).items():
+        found[name] = Outcome(outcome="unknown")
+        if reading is None or reading.place != key:
+            continue
+        if reading.refused:
+            found[name] = engines.stops(reading.refused, reading.source)
+        else:
+            found[name] = Outcome(outcome="unknown", message=str(reading), source=reading.source)
+    return found

@@ -118,12 +118,14 @@ def _cache_scales(context: Context) -> Iterator[Finding]:
     checkpoint = context.draft.checkpoint
     named = [name for name in checkpoint.tensors if is_cache_scale(name)]
     single = {name for name in named if checkpoint.tensors[name].numel == 1}
-    values = {
-        name: float(checkpoint.tensor(name).float().reshape(-1)[0])
-        for name in single
-        if checkpoint.tensors[name].is_float
+    values = {name: value for name in single if (value := checkpoint.number(name)) is not None}
+    other = {
+        name: values.get(
+            name, f"{checkpoint.tensors[name].dtype} and no plain number" if name in single else "not one number"
+        )
+        for name in named
+        if values.get(name) != 1.0
     }
-    other = {name: values.get(name, "not one number") for name in named if values.get(name) != 1.0}
     if other:
         first = next(iter(other))
         yield context.warn(

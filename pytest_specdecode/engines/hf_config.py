@@ -214,9 +214,20 @@ def stores_quantised_k(draft: Draft, index: int) -> bool:
     return not stored and at(draft.checkpoint.config, "quantization_config.quant_method") is not None
 
 
+def refused_nulls(draft: Draft) -> frozenset[str]:
+    """The keys in which the configuration class of the draft's layers refuses a null, with their section; none where it is not known.
+
+    The layers of a speculators file are read through that class by speculators 0.9.0 itself, with transformers 5.15.0.
+    """
+    if not (plain(draft) or speculators(draft)):
+        return frozenset()
+    keys = NO_NULLS.get(str(at(draft.checkpoint.config, _in_layer(draft, "model_type"))), frozenset())
+    return frozenset(_in_layer(draft, key) for key in keys)
+
+
 def no_nulls(draft: Draft) -> frozenset[str]:
-    """The keys in which the configuration class of a plain draft refuses a null; none where the class is not known."""
-    return NO_NULLS.get(str(draft.checkpoint.config.get("model_type")), frozenset()) if plain(draft) else frozenset()
+    """The keys at which a null stops an engine that reads a plain draft through its class; of other packagings nothing is known."""
+    return refused_nulls(draft) if plain(draft) else frozenset()
 
 
 def any_of(*places: str) -> Callable[[Draft], bool]:

@@ -6,6 +6,7 @@ that one bad key is one finding and never a traceback; a null counts as absent, 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -149,13 +150,12 @@ class Section:
         )
 
     def _fault(self, key: str, value: Any, due: str) -> None:
-        shown = value if isinstance(value, (int, float, str, bool)) else type(value).__name__
         self.faults.setdefault(
             self.path(key),
-            ConfigError(f"{_short(shown)} where {due} was due", path=self.file, key=self.path(key), got=value, due=due),
+            ConfigError(f"{_short(value)} where {due} was due", path=self.file, key=self.path(key), got=value, due=due),
         )
 
 
 def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
+    text = repr(value) if isinstance(value, (int, float, str)) else reprlib.repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

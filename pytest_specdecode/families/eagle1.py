@@ -128,6 +128,8 @@ class Eagle1Options:
         output_scale: factor on the last layer's output, before the head and the next step.
         logit_scale: factor on the logits.
         layer_norm: the norms take the mean away as well (Cohere).
+        hidden_first: `fc` reads [hidden, embedding] instead of [embedding, hidden]. No file is meant so; it is a reading that a replay
+            can rule out.
     """
 
     variant: Variant = "llama"
@@ -139,6 +141,7 @@ class Eagle1Options:
     output_scale: float = 1.0
     logit_scale: float = 1.0
     layer_norm: bool = False
+    hidden_first: bool = False
 
     @property
     def has_final_norm(self) -> bool:
@@ -296,6 +299,7 @@ class Eagle1Head:
         fc_bias = take_named(source, "fc.bias", (hidden,)) if options.fc_bias else None
         self.fc = Linear(take_named(source, "fc.weight", (hidden, 2 * hidden)), fc_bias, name="fc.weight")
         self.embedding_scale, self.output_scale = options.embedding_scale, options.output_scale
+        self.hidden_first = options.hidden_first
         self.norms = None
         if options.variant == "minicpm":
             self.norms = tuple(
@@ -316,7 +320,8 @@ class Eagle1Head:
         embeds = embeds * self.embedding_scale
         if self.norms is not None:
             embeds, hidden = self.norms[0](embeds), self.norms[1](hidden)
-        fused: torch.Tensor = self.fc(torch.cat([embeds, hidden], dim=-1))
+        pair = [embeds, hidden]
+        fused: torch.Tensor = self.fc(torch.cat(pair[::-1] if self.hidden_first else pair, dim=-1))
         return fused
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -187,7 +187,7 @@ def replay(
             continue
         truth = replayer.truth(recording)
         note = None if progress is None else _within(progress, f"{file.name} ({place + 1} of {len(trace.files)})")
-        found = _Walk(model.read(recording), truth, count, share / _operations(replayer, count), note)
+        found = _Walk(model.read(recording), truth, count, share / operations(replayer, count), note)
         score_of, counts = found.result(recording)
         files.append(score_of)
         every = None if every is None or counts is None else every + counts
@@ -307,7 +307,7 @@ def _within(progress: Progress, name: str) -> Progress:
     return lambda text: progress(f"{name}: {text}")
 
 
-def _operations(replayer: Replayer, count: int) -> float:
+def operations(replayer: Replayer, count: int) -> float:
     """About how many operations one start takes: two for each weight of the layers that a row passes."""
     binding = replayer.draft.binding
     stored = {} if binding is None else binding.stored

@@ -160,6 +160,20 @@ def test_a_legal_null_is_none(changes: dict[str, Any], tmp_path: Path) -> None:
     assert not _result(tmp_path, "config.null-values", **changes).findings
 
 
+@pytest.mark.parametrize("key", ["use_cache", "initializer_range"])
+def test_a_null_in_the_layers_of_a_speculators_file(key: str, tmp_path: Path) -> None:
+    """speculators 0.9.0 with transformers 5.15.0 refuses to load it; what vLLM does is not known, so it is a warning."""
+    layer = testing.tiny_config("xpress")["transformer_layer_config"]
+    result = _result(tmp_path, "config.null-values", "xpress", transformer_layer_config={**layer, key: None})
+    (finding,) = result.findings
+    assert (finding.severity, finding.where) == ("warning", f"config.json: transformer_layer_config.{key}")
+    assert {outcome.outcome for outcome in finding.outcomes.values()} == {"unknown"}
+    for legal in ({"sliding_window": None}, {"model_type": None, key: None}):
+        config = {**layer, **legal}
+        assert not _result(tmp_path, "config.null-values", "xpress", transformer_layer_config=config).findings
+    assert not _result(tmp_path, "config.null-values", "xpress", transformer_layer_config=None).findings
+
+
 def test_the_classes_and_the_keys_of_each_are_those_tried_by_hand() -> None:
     assert {"use_cache", "tie_word_embeddings", "hidden_size"} <= frozenset.intersection(*NO_NULLS.values())
     assert "q_lora_rank" not in NO_NULLS["deepseek_v3"]
@@ -231,3 +245,21 @@ def test_a_public_configuration_is_reported_as_listed_and_no_other_is_an_error(n
             assert result.status in ("failed", "warned"), result
         else:
             assert result.status != "failed", result
+
+
+# --- config.family --------------------------------------------------------------------------------------------------------------------
+
+
+def test_eagle3_weights_under_eagles_label_are_served_without_a_word(tmp_path: Path) -> None:
+    path = testing.write_tiny(tmp_path, "eagle3", architectures=["EagleLlamaForCausalLM"])
+    (finding,) = check_draft(path, checks=["config.family"])["config.family"].findings
+    assert finding.outcomes["sglang"].outcome == "serves wrong"
+    assert "accepted length 1.00" in finding.outcomes["sglang"].message
+    assert finding.outcomes["vllm"].outcome == "unknown"
+
+
+def test_other_labels_over_other_weights_are_not_said_to_run(tmp_path: Path) -> None:
+    path = testing.write_tiny(tmp_path, "eagle3", architectures=["DFlashDraftModel"])
+    (finding,) = check_draft(path, checks=["config.family"])["config.family"].findings
+    assert finding.outcomes["sglang"].outcome == "unknown"
+    assert "goes by the label" in finding.outcomes["sglang"].message

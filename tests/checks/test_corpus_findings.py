@@ -39,7 +39,8 @@ CAUSES: dict[str, dict[str, tuple[str, ...]]] = {
             "eagle_config.use_aux_hidden_states",
             "target_vocab_size",
             "speculator_config",
-        )
+        ),
+        "config.head-arithmetic": ("5120 does not divide by 48 heads",),
     },
     "bad--eagle3-specforge-qwen2.5-vl-32b-heads.json": {
         "config.head-arithmetic": ("28 heads", "5120", "copied from a model of another size")
@@ -82,7 +83,11 @@ TRUE_OF_THE_FILE: dict[str, dict[str, str]] = {
     },
 }
 
-LISTED = [(name, id) for name, entry in EXPECTED.items() for id in entry["findings"]]
+LISTED = [
+    *((name, id) for name, entry in EXPECTED.items() for id in entry["findings"]),
+    # What that file has beside the fault that it is known for.
+    ("bad--eagle3-qwen3.6-27b-misspelled-keys.json", "config.head-arithmetic"),
+]
 SOUND = [name for name, entry in EXPECTED.items() if not entry["findings"] and not entry["partial"]]
 
 
@@ -99,6 +104,19 @@ def test_a_listed_fault_is_reported_with_its_cause(name: str, id: str, tmp_path:
     said = _said(result)
     for part in CAUSES.get(name, {}).get(id, CAUSE.get(id, ())) or ("a cause for each check",):
         assert part in said
+
+
+def test_a_draft_size_in_place_of_the_targets_is_seen_beside_the_target(tmp_path: Path) -> None:
+    """The configuration alone is at one with itself: 32000 ids, all of which the draft can say."""
+    name = "bad--eagle3-qwen3.6-27b-misspelled-keys.json"
+    assert _results(name, tmp_path)["target.widths"].status == "inconclusive"
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text('{"model_type": "qwen3_5_text", "hidden_size": 5120, "vocab_size": 248320}')
+    result = check_draft(tmp_path, target=target)["target.widths"]
+    assert result.status == "failed"
+    (finding,) = result.findings
+    assert (finding.where, finding.got, finding.due) == ("config.json: vocab_size", 32000, 248320)
 
 
 @pytest.mark.parametrize("name", SOUND)

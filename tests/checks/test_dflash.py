@@ -83,6 +83,49 @@ def test_each_engine_has_its_own_way_without_a_mask(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (-3, "DFLASH dflash_config.mask_token_id must be non-negative, got -3."),
+        (True, "DFLASH dflash_config.mask_token_id must be an integer, got True (type=bool)."),
+        ("511", "DFLASH dflash_config.mask_token_id must be an integer, got '511' (type=str)."),
+    ],
+)
+def test_a_mask_that_is_no_id_stops_one_engine_and_is_taken_by_others(value: Any, said: str, tmp_path: Path) -> None:
+    (finding,) = _tiny(tmp_path, "dflash.mask-token", nested={"mask_token_id": value}).findings
+    assert (finding.message, finding.got, finding.severity) == ("mask_token_id is not an id", value, "error")
+    assert (finding.outcomes["sglang"].outcome, finding.outcomes["sglang"].message) == ("stops", said)
+    for name in ("vllm", "tensorrt-llm"):
+        assert finding.outcomes[name].outcome == "unknown"
+        assert finding.outcomes[name].message == f"takes {value!r} from dflash_config.mask_token_id"
+
+
+def test_a_parallel_head_with_a_mask_that_is_no_id(tmp_path: Path) -> None:
+    (finding,) = _tiny(tmp_path, "dflash.mask-token", "peagle", mask_token_id=-3).findings
+    assert (finding.message, finding.severity) == ("mask_token_id is not an id", "warning")
+    assert finding.outcomes["sglang"].message == "has no class for heads that draft in parallel"
+    assert finding.outcomes["vllm"].message == "takes -3 from mask_token_id"
+
+
+def test_one_of_two_masks_is_no_id(tmp_path: Path) -> None:
+    (finding,) = _tiny(tmp_path, "dflash.mask-token", nested={"mask_token_id": -3}, mask_token_id=511).findings
+    assert finding.message == "mask_token_id is stated with different values"
+    assert finding.outcomes["sglang"].outcome == "stops"
+
+
+def test_a_mask_embedding_of_its_own_is_passed_over(tmp_path: Path) -> None:
+    path = testing.write_tiny(tmp_path, "dflash")
+    torch.save(torch.zeros(64), path / "mask_embedding.pt")
+    (finding,) = check_draft(path, checks=["files.code"])["files.code"].findings
+    assert finding.severity == "warning"
+    assert {name: outcome.outcome for name, outcome in finding.outcomes.items()} == {
+        "sglang": "unknown",
+        "vllm": "serves wrong",
+        "tensorrt-llm": "unknown",
+    }
+    assert "ignores it" in finding.outcomes["vllm"].message
+
+
 def test_a_block_size_in_one_place_names_no_engine_but_its_outcome_does(tmp_path: Path) -> None:
     (finding,) = _tiny(tmp_path, "dflash.block-size", block_size=...).findings
     assert finding.severity == "warning"
@@ -100,7 +143,7 @@ def test_what_stands_in_for_a_block_size_may_be_right_and_a_word_is_never(tmp_pa
     [
         # One counts the anchor among the tokens, the other does not: 8 rows are 8 or 7.
         ("dflash", "algorithm=DFLASH num-draft-tokens=8", "passed"),
-        ("dflash", "algorithm=DFLASH num-draft-tokens=9", "warned"),
+        ("dflash", "algorithm=DFLASH num-draft-tokens=9", "failed"),
         ("dflash", "num-speculative-tokens=7", "passed"),
         ("dflash", "num-speculative-tokens=8", "failed"),
         # DSpark's seven rows all draft.

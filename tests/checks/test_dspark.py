@@ -176,7 +176,9 @@ def test_names_without_their_prefix(tmp_path: Path) -> None:
     testing.write_checkpoint(tmp_path, whole, tensors, rename=lambda name: names.get(name, name))
     (finding,) = check_draft(tmp_path, checks=["dspark.heads"])["dspark.heads"].findings
     assert sorted(finding.got) == sorted(names.values())
+    assert finding.severity == "error"
     assert finding.outcomes["sglang"].outcome == "serves wrong"
+    assert finding.outcomes["vllm"].outcome == "stops"
 
 
 @pytest.mark.parametrize("value", [None, "x", -1, 1.5, True, [], {}, 1 << 70])

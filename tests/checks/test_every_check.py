@@ -6,6 +6,7 @@ reason, and a check nobody wrote a row for.
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -416,21 +417,88 @@ ROWS: dict[str, Row] = {
 }
 
 
-#: Checks whose fault no checkpoint of ours can hold, with the place that shows them failing.
+#: Checks whose fault no checkpoint of ours can hold, with the module of these tests that shows them failing.
 ELSEWHERE = {
-    "acceptance.length": "tests/replay/test_acceptance_check.py",
-    "layers.batch": "test_numeric_checks.py",
-    "layers.incremental": "test_numeric_checks.py",
-    "layers.mla-absorbed": "test_numeric_checks.py",
-    "fused-kv.matches-reference": "test_numeric_checks.py",
-    "fused-kv.norm-eps": "test_fused_kv_axes.py",
-    **{f"fused-kv.{axis}": "test_fused_kv_axes.py" for axis in AXES},
+    "acceptance.length": "replay/test_acceptance_check.py",
+    "layers.batch": "checks/test_numeric_checks.py",
+    "layers.incremental": "checks/test_numeric_checks.py",
+    "layers.mla-absorbed": "checks/test_numeric_checks.py",
+    "fused-kv.matches-reference": "checks/test_numeric_checks.py",
+    "fused-kv.norm-eps": "checks/test_fused_kv_axes.py",
+    **{f"fused-kv.{axis}": "checks/test_fused_kv_axes.py" for axis in AXES},
 }
 
 
 def test_every_check_has_a_row() -> None:
     """A check without a row here, or a named place elsewhere, is not shown to work."""
     assert set(REGISTRY) == set(ROWS) | set(ELSEWHERE)
+
+
+@pytest.mark.parametrize("id", ELSEWHERE)
+def test_the_named_module_shows_the_check_failing(id: str) -> None:
+    """Some test in it runs the check and asserts what it reports."""
+    source = (Path(__file__).parents[1] / ELSEWHERE[id]).read_text(encoding="utf-8")
+    assert _shown(source, id), f"no test in {ELSEWHERE[id]} names {id} and asserts that it failed or warned"
+
+
+@pytest.mark.parametrize(
+    ("source", "due"),
+    [
+        ("def test_a(): assert run('a.b').status == 'failed'", True),
+        ("def test_a(): assert run('a.b').status == 'warned'", True),
+        ("def run(): return check('a.b')\ndef test_a(): assert run() == 'failed'", True),
+        ("def run(): return check('a.b')\ndef test_a(): assert other() == 'failed'", False),
+        ("def test_a(): assert run('a.b').status == 'passed'", False),
+        ("def test_a(): assert run('a.b.c').status == 'failed'", False),
+        ("def test_a(): 'a.b'\ndef test_b(): assert run('c').status == 'failed'", False),
+        ("def help(): assert run('a.b').status == 'failed'", False),
+        ("@mark('axis', AXES)\ndef test_a(axis): assert run(f'a.{axis}').status == 'failed'", False),
+    ],
+)
+def test_what_shows_a_check_failing(source: str, due: bool) -> None:
+    """A test of its own, with the id and the assertion; a module that merely speaks of the check does not do."""
+    assert _shown(source, "a.b") is due
+
+
+def _shown(source: str, id: str) -> bool:
+    """Whether a test in `source` names the check, by itself or in what it calls, and asserts that it failed or warned."""
+    tree = ast.parse(source)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+    def reached(name: str, seen: set[str]) -> set[str]:
+        if name in functions and name not in seen:
+            seen.add(name)
+            for node in ast.walk(functions[name]):
+                if isinstance(node, ast.Name):
+                    reached(node.id, seen)
+        return seen
+
+    def names_it(node: ast.AST) -> bool:
+        """The id as it stands, or an axis's, in a test that runs over all of them."""
+        if isinstance(node, ast.Constant):
+            return bool(node.value == id)
+        return ast.unparse(node) == "f'fused-kv.{axis}'" and id.removeprefix("fused-kv.") in AXES
+
+    def over_all_axes(test: ast.FunctionDef) -> bool:
+        return any("'axis', AXES)" in ast.unparse(decorator) for decorator in test.decorator_list)
+
+    def shows(test: ast.FunctionDef) -> bool:
+        asserted = {
+            part.value
+            for node in ast.walk(test)
+            if isinstance(node, ast.Assert)
+            for part in ast.walk(node)
+            if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        }
+        named = any(
+            names_it(node) and (isinstance(node, ast.Constant) or over_all_axes(test))
+            for name in reached(test.name, set())
+            for node in ast.walk(functions[name])
+            if isinstance(node, (ast.Constant, ast.JoinedStr))
+        )
+        return named and bool({"failed", "warned"} & asserted)
+
+    return any(shows(node) for name, node in functions.items() if name.startswith("test_"))
 
 
 @pytest.mark.parametrize("id", ROWS)

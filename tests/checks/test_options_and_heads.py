@@ -323,7 +323,7 @@ def test_medusa_heads_inside_their_target(tmp_path: Path) -> None:
     assert report.drafts[0].description.startswith(f"{tmp_path.name}: medusa (embedded), 2 layers")
     del tensors["medusa_heads.1.lm_head.weight"]
     broken = check_draft(testing.write_checkpoint(tmp_path, config, tensors), checks=["weights.missing"])
-    assert broken["weights.missing"].findings[0].due == {"lm_heads.1.weight": [512, 64]}
+    assert broken["weights.missing"].findings[0].due == {"medusa_heads.1.lm_head.weight": [512, 64]}
 
 
 # --- what does not apply, and why ---------------------------------------------------------------------------------------------------

@@ -376,8 +376,8 @@ BLOCKS = [
         {},
         "algorithm=DFLASH num-draft-tokens=9",
         "sglang",
-        "warned",
-        "falls back",
+        "failed",
+        "serves wrong",
         "DFLASH block size mismatch: using speculative_num_draft_tokens=9 but draft config block_size=8.",
     ),
     (

@@ -38,6 +38,48 @@ def test_a_dflash_list_names_outputs(last: int, status: str, tmp_path: Path) -> 
     assert check_draft(path, checks="taps.range")["taps.range"].status == status
 
 
+@pytest.mark.parametrize(
+    ("ids", "wrong", "said"),
+    [
+        ([], "an empty list", "target_layer_ids must be non-empty"),
+        ([1, "9", 17], "a list with '9', which is no whole number", "target_layer_ids must be a list of ints"),
+        ([1, 9.5, 17], "a list with 9.5, which is no whole number", "target_layer_ids must be a list of ints"),
+        ("1,9", "not a list", "target_layer_ids must be a list of ints"),
+    ],
+)
+@pytest.mark.parametrize("beside", [..., [1, 9, 17]])
+def test_a_list_that_names_no_layer(ids: object, wrong: str, said: str, beside: object, tmp_path: Path) -> None:
+    nested = {"mask_token_id": 511, "target_layer_ids": ids, "block_size": 8}
+    config = testing.tiny_config("dflash", dflash_config=nested, target_layer_ids=beside)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = check_draft(tmp_path, checks=["taps", "config.types"])
+    (finding,) = report["taps.stated"].findings
+    assert (finding.message, finding.got) == (f"dflash_config.target_layer_ids is {wrong}", ids)
+    assert finding.severity == "error"
+    assert (finding.outcomes["sglang"].outcome, finding.outcomes["sglang"].message) == ("stops", said)
+    assert finding.outcomes["vllm"].message == f"takes {ids!r} from dflash_config.target_layer_ids"
+    for typed in report["config.types"].findings:
+        assert typed.message == f"{ids!r} where a list of whole numbers was due"
+        assert typed.got == ids
+    assert not any("defect" in result.message for result in report)
+
+
+@pytest.mark.parametrize(("number", "status"), [(3, "warned"), (4, "failed"), (18, "passed")])
+def test_a_depth_that_may_be_the_number_of_taps_settles_nothing(number: int, status: str, tmp_path: Path) -> None:
+    path = testing.write_tiny(tmp_path / "draft", "dflash", num_target_layers=number)
+    found = check_draft(path, checks=["taps.range"])["taps.range"]
+    assert found.status == status, found
+    if status == "warned":
+        (finding,) = found.findings
+        assert "and so is the number of taps" in finding.message
+        assert finding.outcomes["sglang"].outcome == "falls back"
+        assert "layers of the target that runs" in finding.outcomes["sglang"].message
+        target = tmp_path / "target"
+        target.mkdir()
+        (target / "config.json").write_text(json.dumps({"num_hidden_layers": 20}))
+        assert check_draft(path, target=target, checks=["taps.range"])["taps.range"].status == "passed"
+
+
 def test_the_targets_own_depth_counts_before_the_drafts_word(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()

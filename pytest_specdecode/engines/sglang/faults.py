@@ -198,6 +198,15 @@ FAULTS: dict[str, Known] = {
         message="passes over a key that it does not know",
         source="transformers' configuration classes keep any key",
     ),
+    "family-eagle-label": serves_wrong(
+        "run as EAGLE, skips fc, for the states are as wide as the embedding: accepted length 1.00, no warning",
+        "PR 21272",
+    ),
+    "family-disagrees": Outcome(
+        outcome="unknown",
+        message="goes by the label and looks at no tensor: what its class has no name for is dropped, what it lacks stays uninitialised",
+        source=f"{_LLAMA}, {_DRAFT}",
+    ),
     "architecture-unknown": stops("has no class for the label", "srt/models"),
     "null-value": stops(
         "StrictDataclassFieldValidationError: Validation error for field",

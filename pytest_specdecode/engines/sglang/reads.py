@@ -135,6 +135,14 @@ def _refuse_mask(value: Any, draft: Draft) -> str | None:
     return f"DFLASH dflash_config.mask_token_id must be an integer, got {value!r} (type={type(value).__name__})."
 
 
+def _refuse_taps(value: Any, draft: Draft) -> str | None:
+    if draft.spec is None or draft.spec.family not in _BLOCK:
+        return None
+    if not isinstance(value, list) or not all(isinstance(id, int) for id in value):
+        return "target_layer_ids must be a list of ints"
+    return None if value else "target_layer_ids must be non-empty"
+
+
 def _refuse_block(value: Any, draft: Draft) -> str | None:
     return f"DFLASH block_size must be positive, got {value}." if isinstance(value, int) and value < 1 else None
 
@@ -311,6 +319,7 @@ _DFLASH_RULES = (
         take=plus_one,
         families=(*_BLOCK, "dspark"),
         when=_dflash_taps_known,
+        refuses=_refuse_taps,
         source=f"{_UTILS}; issue 37475",
     ),
     Reads(

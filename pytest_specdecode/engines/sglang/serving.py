@@ -273,15 +273,15 @@ def _block(draft: Draft, target: Target | None, serve: ServeOptions) -> Iterator
         yield Refusal(
             topic="block-size",
             message=f"{rows} rows of a block are asked for, {trained} were trained",
-            outcome=falls_back(
-                f"DFLASH block size mismatch: using speculative_num_draft_tokens={rows} but draft config block_size={trained}.",
-                "srt/speculative/dflash_worker_v2.py",
+            outcome=serves_wrong(
+                f"DFLASH block size mismatch: using speculative_num_draft_tokens={rows} but draft config block_size={trained}. It goes on, "
+                "and rows past the trained ones spoil those before them: accepted length 1.31 instead of 2.74 elsewhere",
+                "srt/speculative/dflash_worker_v2.py; vllm PR 41834",
             ),
             option="num-draft-tokens" if forced is None else "dflash-block-size",
             got=rows,
             due=f"at most {trained}, the anchor counted",
             fix=f"start with num-draft-tokens={trained}",
-            doubtful=True,
         )
     window, block = serve["draft-window-size"], rows if rows is not None else trained
     if window is not None and window > 0 and block is not None and window < block:

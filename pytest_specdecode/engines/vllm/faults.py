@@ -235,6 +235,11 @@ FAULTS: dict[str, Known] = {
         "reads rope_scaling first, else rope_parameters, then the flat key",
         "transformers' configuration classes, modeling_rope_utils.py",
     ),
+    "mask-embedding-file": lambda spec: (
+        serves_wrong("ignores it: masked rows start from the target's row of the mask token", "PR 46104, PR 46105")
+        if spec.block is not None
+        else Outcome(outcome="unknown")
+    ),
     "mask-token-missing": stops("ValueError where no key states a mask token", _SPEC_DECODE),
     "block-size-missing": _block_size_unread(
         stops(
