@@ -165,6 +165,8 @@ class Checkpoint:
         config: the parsed `config.json`; empty where it could not be read.
         tensors: header of every tensor that a loader following the index would see, by name on disk.
         files: weights files that were read, in name order.
+        config_oddities: duplicate keys and non-finite numbers of `config.json`. They are read as the last value and as null; a draft that
+            is read from one of them is refused when it is loaded.
         faults: why the configuration or a header could not be read.
         index_faults: contradictions between the index, the shards and the directory.
         index_total_size: `metadata.total_size` of the index, or None.
@@ -180,6 +182,7 @@ class Checkpoint:
         self.config: Mapping[str, Any] = {}
         self.tensors: dict[str, TensorHeader] = {}
         self.files: list[str] = []
+        self.config_oddities: tuple[CheckpointError, ...] = ()
         self.faults: list[CheckpointError] = []
         self.index_faults: list[CheckpointError] = []
         self.index_total_size: int | None = None
@@ -391,10 +394,19 @@ class Checkpoint:
         return found
 
     def _read_config(self) -> None:
+        odd: list[CheckpointError] = []
         try:
-            self.config = read_json_object(self.path / CONFIG_NAME)
+            self.config = read_json_object(self.path / CONFIG_NAME, odd=odd)
         except CheckpointError as error:
             self.faults.append(error)
+            return
+        if odd:
+            self.config, self.config_oddities = without_constants(self.config), tuple(odd)
+
+    def refuse_config(self, fault: CheckpointError) -> None:
+        """Take the configuration for one that cannot be read, because of `fault`."""
+        self.config, self.config_oddities = {}, ()
+        self.faults.insert(0, fault)
 
     def _read_weights(self) -> None:
         try:
@@ -509,8 +521,13 @@ def _floats(data: bytes, dtype: str) -> tuple[float, ...]:
     return struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data)
 
 
-def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in `path`; duplicate keys, non-finite numbers, anything but an object and more than `limit` bytes are refused.
+def read_json_object(
+    path: Path, limit: int = MAX_JSON_BYTES, odd: list[CheckpointError] | None = None
+) -> dict[str, Any]:
+    """The JSON object in `path`; anything but an object and more than `limit` bytes are refused.
+
+    Duplicate keys and non-finite numbers, which Python's `json` reads and the standard has not, are refused too. With `odd` they are read
+    as Python does, the last of two values and infinity as a float, and a fault for each is put there, whose `key` is its dotted path.
 
     Raises:
         CheckpointError: with the file and, where it is known, the line.
@@ -520,7 +537,7 @@ def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
         raise CheckpointError("is empty; a JSON object was due", path=path)
     if (kind := _foreign(raw)) is not None:
         raise CheckpointError(f"is {kind}, not JSON", path=path)
-    value = _parse_json(raw, path)
+    value = _parse_json(raw, path, odd=odd)
     if not isinstance(value, dict):
         raise CheckpointError(
             f"holds a JSON {_json_kind(value)}; an object was due", path=path, got=_json_kind(value), due="object"
@@ -705,11 +722,17 @@ def _open_regular(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _parse_json(raw: bytes, path: Path, what: str = "file") -> Any:
+def _parse_json(raw: bytes, path: Path, what: str = "file", odd: list[CheckpointError] | None = None) -> Any:
+    repeated: list[tuple[dict[str, Any], str]] = []
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            names = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+            if odd is not None:
+                repeated.extend((found, name) for name in names)
+                return found
+            twice = names[0]
             raise CheckpointError(f"states the key {_short(twice)} twice", path=path, key=twice)
         return found
 
@@ -720,11 +743,13 @@ def _parse_json(raw: bytes, path: Path, what: str = "file") -> Any:
 
     def finite(text: str) -> float:
         value = float(text)
-        if not math.isfinite(value):
+        if not math.isfinite(value) and odd is None:
             raise CheckpointError(f"holds {_short(text)}, which is not a finite number", path=path)
         return value
 
-    def no_constant(text: str) -> NoReturn:
+    def no_constant(text: str) -> float:
+        if odd is not None:
+            return float(text)
         raise CheckpointError(f"holds {text}, which JSON has not", path=path)
 
     try:
@@ -750,7 +775,38 @@ def _parse_json(raw: bytes, path: Path, what: str = "file") -> Any:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise CheckpointError(f"the {what} holds half a surrogate pair, which is no text", path=path) from None
+    if odd is not None:
+        odd.extend(_oddities(value, repeated, path))
     return value
+
+
+def _oddities(value: Any, repeated: list[tuple[dict[str, Any], str]], path: Path) -> Iterator[CheckpointError]:
+    """A fault for each key of `repeated` and each non-finite number in `value`, with its dotted path."""
+    again: dict[int, list[str]] = {}
+    for found, name in repeated:
+        again.setdefault(id(found), []).append(name)
+    waiting: list[tuple[str, Any]] = [("", value)]
+    while waiting:
+        place, item = waiting.pop()
+        if isinstance(item, float) and not math.isfinite(item):
+            text = "NaN" if math.isnan(item) else "Infinity" if item > 0 else "-Infinity"
+            yield CheckpointError(f"holds {text}, which JSON has not", path=path, key=place, got=text)
+        if isinstance(item, dict):
+            for name in again.get(id(item), ()):
+                key = f"{place}.{name}" if place else name
+                yield CheckpointError(f"states the key {_short(name)} twice", path=path, key=key)
+        if isinstance(item, (dict, list)):
+            children = item.items() if isinstance(item, dict) else enumerate(item)
+            waiting += [(f"{place}.{name}" if place else str(name), child) for name, child in children]
+
+
+def without_constants(value: Any) -> Any:
+    """`value`, parsed JSON, with null for every number that is not finite."""
+    if isinstance(value, dict):
+        return {name: without_constants(child) for name, child in value.items()}
+    if isinstance(value, list):
+        return [without_constants(child) for child in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_shallow(value: Any) -> bool:

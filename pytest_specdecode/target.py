@@ -87,7 +87,8 @@ class Target:
             raise CheckpointError("is not a directory; give the target's directory", path=directory)
         if not (directory / CONFIG_NAME).exists():
             raise CheckpointError("holds no config.json; give the target's directory", path=directory)
-        return cls(directory, read_json_object(directory / CONFIG_NAME))
+        # What others wrote is read as Python's json reads it: `Infinity` is found in public targets.
+        return cls(directory, read_json_object(directory / CONFIG_NAME, odd=[]))
 
     @cached_property
     def text(self) -> Mapping[str, Any]:
@@ -284,7 +285,7 @@ class Target:
 
     def _side_file(self, name: str, limit: int = 16_000_000) -> dict[str, Any] | None:
         path = self.path / name
-        return read_json_object(path, limit) if path.is_file() else None
+        return read_json_object(path, limit, odd=[]) if path.is_file() else None
 
 
 def _is_embedding(name: str) -> bool:

@@ -673,6 +673,7 @@ def test_every_statement_has_a_source(name: str) -> None:
 #: Faults of which nothing is known of any engine, each with the reason.
 UNKNOWN_TO_ALL: dict[str, str] = {
     "causality-unstated": "each engine has a reading, and none is known to be the trained one",
+    "family-disagrees": "what comes of it hangs on which class is put over which tensors",
     "key-misspelled": "what is lost is whatever the key was meant to say",
     "layout-unstated": "each engine has a reading, and none is known to be the trained one",
     "sinks": "whether they are applied hangs on the attention backend",

@@ -71,6 +71,8 @@ def _entry(item: Check, specs: Mapping[str, DraftSpec]) -> Iterator[str]:
     yield f"- Needs: {', '.join(_NEEDS[need] for need in item.needs)}."
     if item.families is not None:
         yield f"- For: {', '.join(item.families)}."
+    elif item.applies:
+        yield f"- For: {item.applies}."
     if item.cost:
         yield f"- Measured: {_sentence(item.cost)}"
     rows = list(_outcomes(item, specs))

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pytest_specdecode.checks import REGISTRY
+from pytest_specdecode.engines import OPTIONS
 from pytest_specdecode.families import FAMILIES
 from pytest_specdecode.fused_kv import AXES
+from pytest_specdecode.strategies.namings import JOINED, NAMINGS
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
@@ -34,19 +36,30 @@ def checks() -> str:
 
 
 def families() -> str:
-    """One line per family: its packagings, and the checks that not every family has."""
-    lines = ["| family | is | packagings | checked beside what all are |", "|---|---|---|---|"]
+    """One line per family: its packagings, other names that its tensors go by, and the checks that not every family has."""
+    lines = ["| family | is | packagings | other tensor names | checked beside what all are |", "|---|---|---|---|---|"]
     for family in FAMILIES:
         own = [f"`{id}`" for id, item in REGISTRY.items() if item.families is not None and family.name in item.families]
         if family.fused_kv is None:
             own.append("`fused-kv`")
         lines.append(
-            f"| `{family.name}` | {family.title} | {', '.join(family.packagings)} | {', '.join(own) or 'nothing'} |"
+            f"| `{family.name}` | {family.title} | {', '.join(family.packagings)} | {_names(family.name)} | {', '.join(own) or 'nothing'} |"
         )
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"checks": checks, "families": families}
+def _names(family: str) -> str:
+    """The exporters' names that are read beside the family's own, and whether q, k and v may be one tensor."""
+    found = [name for form, names in NAMINGS.items() if form.rpartition("-")[0] == family for name in names]
+    return ", ".join([*found, *(["joined qkv"] if family in JOINED else [])]) or "none"
+
+
+def serve() -> str:
+    """One sentence that names the options of --draft-serve."""
+    return f"The names that are read: {', '.join(f'`{name}`' for name in OPTIONS)}."
+
+
+TABLES: dict[str, Callable[[], str]] = {"checks": checks, "families": families, "serve": serve}
 
 
 def current(text: str) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from pytest_specdecode import engines
+from pytest_specdecode.checks.config_values import STOCK, impossible_values
 from pytest_specdecode.checks.keys import layer_key
 from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check, require_layers
+from pytest_specdecode.engines.hf_config import MODEL_TYPES
 from pytest_specdecode.families import FAMILIES
 from pytest_specdecode.families.base import open_view
 from pytest_specdecode.families.recognise import Recognition
@@ -63,7 +65,15 @@ def family(context: Context) -> Iterator[Finding]:
         nested = config.get("speculators_config")
         algorithm = nested.get("algorithm") if isinstance(nested, dict) else None
         named = config.get("speculators_model_type")
-        if algorithm is not None and algorithm != named:
+        if algorithm is not None and named is None:
+            yield context.fail(
+                "speculators_model_type is null, by which the packaging's readers choose the class",
+                where="config.json: speculators_model_type",
+                got=None,
+                due=draft.spec.family,
+                fix=f"state {draft.spec.family}",
+            )
+        elif algorithm is not None and algorithm != named:
             yield context.fail(
                 "speculators_config.algorithm and speculators_model_type name different families",
                 where="config.json: speculators_config.algorithm",
@@ -71,6 +81,10 @@ def family(context: Context) -> Iterator[Finding]:
                 due=named,
                 fix="state in both what the weights are",
             )
+
+
+def _declared(layers: int) -> str:
+    return f"{layers} {'layer is' if layers == 1 else 'layers are'} declared"
 
 
 def _is_eagle3_as_eagle(found: Recognition) -> bool:
@@ -84,6 +98,7 @@ def _is_eagle3_as_eagle(found: Recognition) -> bool:
     title="every value that is read is there where its family cannot do without it, and has the type its readers expect",
     why="A string where a number is due is read as absent by one engine and stops another; for an absent one a class default steps in.",
     anywhere=True,
+    faults=("activation",),
     example={"rms_norm_eps": "small"},
     fix="state a value of the type that the finding names",
 )
@@ -100,19 +115,31 @@ def types(context: Context) -> Iterator[Finding]:
             fault for fault in draft.family.faults(draft.spec) if (fault.key or "").rpartition(".")[2] not in read_wrong
         ]
     for fault in faults:
-        yield context.fail(fault.message, where=f"config.json: {fault.key}", got=fault.got, due=fault.due)
+        key, got = (fault.key, fault.got) if fault.got is not None else _stated(context, fault.key)
+        yield context.fail(fault.message, where=f"config.json: {key}", got=got, due=fault.due)
+    yield from impossible_values(context, {(fault.key or "").rpartition(".")[2] for fault in faults})
+
+
+def _stated(context: Context, key: str | None) -> tuple[str | None, object]:
+    """The place in the file that states an option of the family, and its value; the key as it is where none does."""
+    layer = open_view(context.draft.checkpoint).layer
+    for place in (f"dflash_config.{key}", layer.path(key or ""), key or ""):
+        if (value := engines.at(context.draft.checkpoint.config, place)) is not None:
+            return place, value
+    return key, None
 
 
 @check(
     "config.architectures",
-    title="architectures is a list of strings that engines know",
+    title="architectures is a list of strings that engines know, and model_type one that configuration classes go by",
     why="Engines choose the class by the first entry; a label that one has a class for is refused by another.",
-    faults=("architecture-plain-llama", "architecture-unknown"),
+    faults=("architecture-plain-llama", "architecture-unknown", "model-type-unknown"),
     example={"architectures": ["LlamaForCausalLM"]},
     fix="state a label that every engine in use has a class for; the weights need not change",
 )
 def architectures(context: Context) -> Iterator[Finding]:
-    """The list's form, and a label under which an engine does not serve such a draft."""
+    """`model_type`, the list's form, and a label under which an engine does not serve such a draft."""
+    yield from _model_type(context)
     stated = context.draft.checkpoint.config.get("architectures")
     where = "config.json: architectures"
     if stated is None:
@@ -158,6 +185,26 @@ def architectures(context: Context) -> Iterator[Finding]:
     )
 
 
+def _model_type(context: Context) -> Iterator[Finding]:
+    """A plain draft of stock layers is read through the configuration class of its model type, unless it brings code of its own."""
+    config = context.draft.checkpoint.config
+    stated = config.get("model_type")
+    if context.spec.packaging != "plain" or context.spec.family not in STOCK or config.get("auto_map"):
+        return
+    if isinstance(stated, str) and stated in MODEL_TYPES:
+        return
+    yield context.warn(
+        "model_type is absent, so AutoConfig cannot tell the class that reads this file"
+        if stated is None
+        else "model_type is none for which AutoConfig is known to have a class",
+        where="config.json: model_type",
+        got=stated,
+        due=["llama", "qwen3"],
+        fix="state the model type of the draft's own layers",
+        fault="model-type-unknown",
+    )
+
+
 @check(
     "config.num-hidden-layers",
     title="num_hidden_layers is the number of layers in the file, and one where an engine takes one",
@@ -181,7 +228,7 @@ def num_hidden_layers(context: Context) -> Iterator[Finding]:
         )
     elif held and held != list(range(stated)) and held != _layers_with_tensors(context):
         yield context.fail(
-            f"{stated} layers are declared, the weights hold {len(held)}: {_ranges(context, held)}",
+            f"{_declared(stated)}, the weights hold {len(held)}: {_ranges(context, held)}",
             where=where,
             got=stated,
             due=len(held)
@@ -196,7 +243,7 @@ def num_hidden_layers(context: Context) -> Iterator[Finding]:
         if reading is not None and isinstance(reading.value, int) and stated > reading.value
     }:
         yield context.fail(
-            f"{stated} layers are declared, and not every engine takes more than {min(bounds.values())}",
+            f"{_declared(stated)}, and not every engine takes more than {min(bounds.values())}",
             where=where,
             got=stated,
             due=min(bounds.values()),
@@ -205,7 +252,7 @@ def num_hidden_layers(context: Context) -> Iterator[Finding]:
         )
     elif (most := _most_layers(context)) is not None and stated > most:
         yield context.fail(
-            f"{stated} layers are declared; the most that {spec.family} drafts have is {most}",
+            f"{_declared(stated)}; the most that {spec.family} drafts have is {most}",
             where=where,
             got=stated,
             due=most,
@@ -244,7 +291,7 @@ def head_arithmetic(context: Context) -> Iterator[Finding]:
             "no attention heads",
             where=f"config.json: {layer_key(context, 'num_attention_heads')}",
             got=attention.num_heads,
-            due=1,
+            due=_heads_held(context, attention) or "the number of query heads that q_proj holds",
         )
         return
     if isinstance(attention, GQASpec):
@@ -371,6 +418,15 @@ def _require_latent(context: Context) -> None:
     layers = context.spec.layers
     if layers and not isinstance(layers[0].attention, MLASpec):
         raise Skip("no layer of this draft has latent attention")
+
+
+def _heads_held(context: Context, attention: GQASpec | MLASpec) -> int | None:
+    """Query heads that the rows of q_proj make, or None where rows or width are not known or do not fit."""
+    rows = _extent(context, "layers.0.self_attn.q_proj.weight", 0)
+    width: int | None = getattr(attention, "head_dim", None)
+    if not rows or not width or rows % width:
+        return None
+    return rows // width
 
 
 def _gqa_arithmetic(context: Context, attention: GQASpec) -> Iterator[Finding]:

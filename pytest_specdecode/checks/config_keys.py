@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,11 @@ _ELSEWHERE = frozenset(
     )
 )
 
+#: Keys that speak of a draft wherever they stand.
+_DRAFT_KEY = re.compile(
+    r"dflash|dspark|eagle|nextn|mtp|medusa|hydra|speculator|markov|draft|mask_token|block_size|target_layer_ids"
+)
+
 #: Below this share of letters in common two keys are two keys.
 _NEAR = 0.87
 
@@ -41,7 +47,11 @@ _NEAR = 0.87
 def unread_keys(context: Context) -> Iterator[Finding]:
     """Misspelled keys, then keys that an engine passes over."""
     config = context.draft.checkpoint.config
+    # The other keys of a file that describes a target as well are that model's own business.
+    embedded = context.draft.spec is not None and context.draft.spec.packaging == "embedded"
     for key, meant in _misspelled(config):
+        if embedded and not _DRAFT_KEY.search(meant):
+            continue
         yield context.warn(
             f"{key} is a key that no reader looks for; {meant} is one that readers do",
             where=f"config.json: {key}",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pytest_specdecode import engines
-from pytest_specdecode.checks.keys import block_key
+from pytest_specdecode.checks.keys import block_key, ids_below
 from pytest_specdecode.checks.registry import Context, Skip, check, require_layers
 from pytest_specdecode.engines.base import at
 from pytest_specdecode.errors import CheckpointError
@@ -93,7 +93,7 @@ def mask_token(context: Context) -> Iterator[Finding]:
             f"mask_token_id {block.mask_token_id} lies outside an embedding of {rows} rows",
             where=where,
             got=block.mask_token_id,
-            due=f"0 to {rows - 1}",
+            due=ids_below(rows),
             fix="state the id that was trained, and the target's padded vocab_size",
             fault="mask-token-range",
         )
@@ -358,7 +358,8 @@ def causality(context: Context) -> Iterator[Finding]:
     require_layers(context)
     config = context.draft.checkpoint.config
     both = {key: at(config, key) for key in ("is_causal", "dflash_config.causal")}
-    if spec.packaging != "speculators" and set(both.values()) == {True, False}:
+    said = [value for value in both.values() if isinstance(value, bool)]
+    if spec.packaging != "speculators" and True in said and False in said:
         yield context.warn(
             "is_causal and dflash_config.causal say different things",
             where="config.json: is_causal, dflash_config.causal",
@@ -374,10 +375,17 @@ def causality(context: Context) -> Iterator[Finding]:
     outcomes = context.read_as("is-causal", tuple(bool(layer.is_causal) for layer in spec.layers))
     # Where the architecture itself settles it, no key is due.
     settled = (
-        not packaged and stated is not None and set(both.values()) == {None} and "dflash_query_causal" not in config
+        not packaged
+        and stated is not None
+        and all(value is None for value in both.values())
+        and "dflash_query_causal" not in config
     )
+    # A value that is neither true nor false is config.types' to report; what it makes of an engine is no reading.
+    places = {key: stated} if packaged else {**both, "dflash_query_causal": config.get("dflash_query_causal")}
+    said_in = {place: value for place, value in places.items() if value is not None}
+    misstated = any(not isinstance(value, bool) for value in said_in.values())
     mixed = slides and len(kinds) > 1
-    if slides and stated is None:
+    if slides and stated is None and not misstated:
         yield context.warn(
             f"layers slide and {key} is not stated, so each reader takes its own default",
             where=f"config.json: {key}",
@@ -388,14 +396,14 @@ def causality(context: Context) -> Iterator[Finding]:
             # Only the packaging's own library says what an absent key means.
             outcomes=outcomes if packaged and _unfit(outcomes) else None,
         )
-    elif _unfit(outcomes) and not settled and not _drops_window(context):
+    elif _unfit(outcomes) and not settled and not _drops_window(context) and not misstated:
         yield context.fail(
             "sliding layers are causal beside full ones that look both ways, and not every engine keeps them apart"
             if mixed and packaged
             else "not every engine lets rows of a block see what the file says",
-            where=f"config.json: {key if packaged or both['is_causal'] is not None else 'dflash_config.causal'}",
-            got={"is_causal": [bool(layer.is_causal) for layer in spec.layers]},
-            due="an engine that reads it so",
+            where=f"config.json: {next(iter(said_in), key)}",
+            got=said_in or None,
+            due={"causal, by layer": [bool(layer.is_causal) for layer in spec.layers]},
             fix="compare the accepted length with the trainer's before serving"
             if packaged
             else "state is_causal at top level, which every reader asks first",

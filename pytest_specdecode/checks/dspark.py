@@ -238,13 +238,17 @@ def _confidence(context: Context) -> Iterator[Finding]:
     width = plus(hidden, options.markov_rank) if with_markov else hidden
     if shape is None or len(shape) != 2 or None in (shape[1], width) or shape[1] == width:
         return
+    # Without a Markov head there is nothing beside the hidden state, whatever the flag says.
+    bare = options.markov_rank == 0
+    given = "markov_rank 0" if bare else f"confidence_head_with_markov {'true' if with_markov else 'false'}"
     yield context.fail(
-        f"the confidence head reads {shape[1]} features; confidence_head_with_markov "
-        f"{'true' if with_markov else 'false'} gives {width}",
+        f"the confidence head reads {shape[1]} features; {given} gives {width}",
         where=where,
         got=list(shape),
         due=[1, width],
-        fix="state confidence_head_with_markov as the head was trained",
+        fix="state the markov_rank that was trained, or export a confidence head of the hidden state alone"
+        if bare
+        else "state confidence_head_with_markov as the head was trained",
         fault="tensor-shape",
     )
 

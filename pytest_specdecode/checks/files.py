@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_specdecode.checkpoint import CONFIG_NAME
+from pytest_specdecode.checkpoint import CONFIG_NAME, read_json_object
 from pytest_specdecode.checks.registry import Context, Inconclusive, check
 from pytest_specdecode.errors import CheckpointError
 from pytest_specdecode.findings import Finding
@@ -26,7 +26,23 @@ def readable(context: Context) -> Iterator[Finding]:
     checkpoint = context.draft.checkpoint
     for fault in checkpoint.faults:
         yield _from_fault(context, fault)
-    if not checkpoint.faults and not checkpoint.has_weights:
+    for fault in checkpoint.config_oddities:
+        yield context.warn(
+            f"{fault.brief}; {'the last value counts' if fault.got is None else 'it is read as absent'}",
+            where=f"config.json: {fault.key}",
+            got=fault.got,
+            fix="write it as standard JSON; strict readers refuse the whole file",
+        )
+    side = checkpoint.path / "hf_quant_config.json"
+    try:
+        if side.is_file():
+            read_json_object(side)
+    except CheckpointError as fault:
+        broken = True
+        yield _from_fault(context, fault)
+    else:
+        broken = False
+    if not checkpoint.faults and not broken and not checkpoint.has_weights:
         raise Inconclusive("no weights lie beside config.json; only the configuration was read", "tensors")
 
 

@@ -5,7 +5,7 @@ One check per homogeneity axis, from the configuration and the headers alone: th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from pytest_specdecode import engines
 from pytest_specdecode.checks.keys import layer_key
@@ -13,7 +13,7 @@ from pytest_specdecode.checks.registry import Context, Inconclusive, check, requ
 from pytest_specdecode.engines.base import Declined, falls_back, serves_wrong, stops
 from pytest_specdecode.errors import DraftError, FusedKVError, StackUnsupportedError
 from pytest_specdecode.families.quantised import PLAIN_FLOATS
-from pytest_specdecode.findings import Finding
+from pytest_specdecode.findings import Finding, Outcome
 from pytest_specdecode.fused_kv.stack import AXES, LayerFacts, mismatches, normal_scaling
 from pytest_specdecode.fused_kv.tensor_parallel import rank_layers, why_not_divided
 from pytest_specdecode.spec import DraftSpec, GQASpec, LayerSpec
@@ -21,6 +21,8 @@ from pytest_specdecode.spec import DraftSpec, GQASpec, LayerSpec
 #: Numbers of tensor-parallel ranks that drafts are served with.
 _RANKS = (1, 2, 4, 8)
 _VALUE_SCALE = "attention_value_scale"
+#: The families that `no_stack` leaves, in words.
+_APPLIES = "block drafts with K/V heads"
 
 #: What each axis means, for titles and documentation.
 MEANING: dict[str, str] = {
@@ -47,6 +49,17 @@ def no_stack(context: Context) -> str | None:
     return context.draft.fused_kv_reason
 
 
+def _outcome(context: Context, name: str, fault: FusedKVError) -> Outcome:
+    """What an engine does about a difference; where it comes of a missing norm, what it does about the missing tensor."""
+    engine, binding = engines.ENGINES[name], context.draft.binding
+    own = engine.outcome(f"fused-kv-{fault.axis}", context.spec)
+    absent = set() if binding is None else {tensor.name for tensor in binding.missing}
+    if fault.axis != "k-norm" or not any(name.endswith("self_attn.k_norm.weight") for name in absent):
+        return own
+    missing = engine.outcome("tensor-missing", context.spec)
+    return own if missing.outcome == "unknown" else missing
+
+
 def axis_check(axis: str) -> Callable[[Context], Iterator[Finding]]:
     """The check of one axis: every layer that breaks it, in one finding."""
 
@@ -58,20 +71,16 @@ def axis_check(axis: str) -> Callable[[Context], Iterator[Finding]]:
         differing = [fault for fault in faults if not isinstance(fault, StackUnsupportedError)]
         first = (differing or faults)[0]
         say = context.fail if differing else context.warn
-        layers = sorted({fault.layer for fault in faults if fault.layer is not None})
         yield say(
             first.message,
-            where=f"layer {layers[0]}"
-            if len(layers) == 1
-            else f"layers {', '.join(map(str, layers))}"
-            if layers
-            else "",
+            where=_places(faults),
             got=first.got,
             due=first.expected,
             fix="give every layer the same, or serve the draft layer by layer"
             if differing
             else "nothing, where serving layer by layer is fast enough",
             fault=f"fused-kv-{axis}",
+            outcomes={name: _outcome(context, name, first) for name in context.engines},
         )
 
     return run
@@ -84,6 +93,7 @@ for _axis in AXES:
         why="The stacked path takes it from one place for all layers.",
         needs=("config", "headers"),
         unless=no_stack,
+        applies=_APPLIES,
         faults=(f"fused-kv-{_axis}",),
         example=f"a layer after the first whose {MEANING[_axis]} is not layer 0's",
         fix="export every layer alike, or serve the draft layer by layer",
@@ -97,6 +107,7 @@ for _axis in AXES:
     severity="warning",
     needs=("config", "headers"),
     unless=no_stack,
+    applies=_APPLIES,
     faults=("fused-kv-norm-eps",),
     example="rms_norm_eps that one layer states otherwise",
     fix="state one epsilon for all layers",
@@ -121,6 +132,7 @@ def norm_eps(context: Context) -> Iterator[Finding]:
     why="Acceptance is the only other thing that a wrong context K/V changes, and it falls without an error.",
     needs=("headers", "tensors", "triton"),
     unless=no_stack,
+    applies=_APPLIES,
     example="none from a checkpoint whose layers build: it guards the kernel on these weights",
     fix="report it, with the checkpoint, as a defect of this library",
 )
@@ -183,6 +195,7 @@ def matches_reference(context: Context) -> Iterator[Finding]:
     why="A rank that holds other rows than it believes fills its part of the cache with another head's keys.",
     needs=("config", "headers", "tensors"),
     unless=no_stack,
+    applies=_APPLIES,
     faults=("tensor-parallel-heads",),
     example="10 query heads and 2 KV heads, served with tp=4",
     fix="serve the draft with a number of ranks that its heads allow",
@@ -218,12 +231,13 @@ def tensor_parallel(context: Context) -> Iterator[Finding]:
     severity="warning",
     needs=("config", "headers"),
     unless=no_stack,
+    applies=_APPLIES,
     example={"family": "dspark", "rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}},
     fix="nothing, where serving layer by layer is fast enough; else give the layers the form that the engine's path takes",
 )
 def engine_path(context: Context) -> Iterator[Finding]:
     """For each engine whether it takes the path, else its reason; a warning where it says nothing of it, or takes it and is wrong."""
-    faults = [f"fused-kv-{fault.axis}" for fault in _faults(context) if not isinstance(fault, StackUnsupportedError)]
+    faults = [fault for fault in _faults(context) if not isinstance(fault, StackUnsupportedError)]
     said: list[str] = []
     for name in context.engines:
         engine = engines.ENGINES[name]
@@ -233,22 +247,25 @@ def engine_path(context: Context) -> Iterator[Finding]:
         how = reason.how if isinstance(reason, Declined) else "logged"
         if reason is None:
             said.append(f"{engine.title} uses its fused path")
-            wrong = {
-                fault: found
-                for fault in faults
-                if (found := engine.outcome(fault, context.spec)).outcome == "serves wrong"
-            }
+            wrong: dict[str, tuple[FusedKVError, Outcome]] = {}
+            for fault in faults:
+                if (found := _outcome(context, name, fault)).outcome == "serves wrong":
+                    wrong.setdefault(str(fault.axis).replace("-", "_"), (fault, found))
             ignored = [item for item in engine.ignored(context.draft) if item.key.rpartition(".")[2] == _VALUE_SCALE]
             if wrong or ignored:
-                texts = [outcome.message for outcome in wrong.values()] + [item.instead for item in ignored]
+                texts = [outcome.message for _, outcome in wrong.values()] + [item.instead for item in ignored]
                 yield context.warn(
                     f"{engine.title} uses its fused path and fills the cache wrong: {'; '.join(dict.fromkeys(texts))}",
-                    where=", ".join(wrong) or f"config.json: {ignored[0].key}",
-                    got=list(wrong) or ignored[0].key,
-                    due="what the path reads",
+                    where=_places([fault for fault, _ in wrong.values()]) or f"config.json: {ignored[0].key}",
+                    got={axis: fault.got for axis, (fault, _) in wrong.items()}
+                    or {item.key: engines.at(context.draft.checkpoint.config, item.key) for item in ignored},
+                    due={axis: fault.expected for axis, (fault, _) in wrong.items()} or "what the path reads",
                     fix="see the checks of the fused K/V's axes" if wrong else "serve with an engine that reads it",
                     outcomes={
-                        name: next(iter(wrong.values()), serves_wrong(texts[0], ignored[0].source if ignored else ""))
+                        name: next(
+                            (found for _, found in wrong.values()),
+                            serves_wrong(texts[0], ignored[0].source if ignored else ""),
+                        )
                     },
                 )
             continue
@@ -265,6 +282,14 @@ def engine_path(context: Context) -> Iterator[Finding]:
                 outcomes={name: make(str(reason))},
             )
     context.notes["fused-kv.engine-path"] = "; ".join(said)
+
+
+def _places(faults: Sequence[FusedKVError]) -> str:
+    """The layers that the faults are in; empty where none is one layer's."""
+    layers = sorted({fault.layer for fault in faults if fault.layer is not None})
+    if not layers:
+        return ""
+    return f"layer {layers[0]}" if len(layers) == 1 else f"layers {', '.join(map(str, layers))}"
 
 
 def _undivided(context: Context, facts: list[LayerFacts], ranks: int) -> str | None:

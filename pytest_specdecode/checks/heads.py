@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 
+from pytest_specdecode.checks.keys import ids_below
 from pytest_specdecode.checks.registry import Context, Inconclusive, check
 from pytest_specdecode.families.hydra import HydraOptions
 from pytest_specdecode.families.medusa import MedusaOptions
@@ -141,7 +142,7 @@ def _parts(context: Context, heads: int) -> Iterator[Finding]:
         + (f"; also {', '.join(list(held)[1:])}" if len(held) > 1 else ""),
         where=where,
         got={name: sorted(indices)[:64] for name, indices in held.items()},
-        due=f"0 to {heads - 1}",
+        due=ids_below(heads) if heads > 0 else "a positive number of heads",
         fix="state the number of heads that the file holds, or export all of them",
         fault="heads-count",
     )

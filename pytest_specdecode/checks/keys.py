@@ -7,6 +7,9 @@ from typing import Literal
 from pytest_specdecode.checks.registry import Context
 from pytest_specdecode.families.base import open_view
 
+#: Where a draft states its target's depth.
+DEPTH_KEYS = ("dflash_config.num_target_layers", "num_target_layers", "target_num_hidden_layers")
+
 #: For each setting of a block draft: in `dflash_config`, at top level, in the speculators packaging, inside a target.
 _BLOCK_KEYS = {
     "taps": ("target_layer_ids", "target_layer_ids", "aux_hidden_state_layer_ids", "dspark_target_layer_ids"),
@@ -27,6 +30,11 @@ def block_key(context: Context, setting: Literal["taps", "mask token", "block si
     if spec.family == "dspark" and not isinstance(context.draft.checkpoint.config.get("dflash_config"), dict):
         return flat
     return f"dflash_config.{nested}"
+
+
+def ids_below(rows: int) -> str:
+    """The ids of a table of `rows` rows, for a finding's `due`."""
+    return f"0 to {rows - 1}" if rows > 0 else "a table that has rows"
 
 
 def layer_key(context: Context, key: str) -> str:

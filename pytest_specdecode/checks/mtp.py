@@ -46,7 +46,7 @@ _HALVES = {
     why="Quantisers and exporters leave prediction layers out; a server that does not notice drafts with accepted length 1.0.",
     needs=("config", "headers"),
     families=("mtp",),
-    faults=("mtp-layers-missing", "mtp-layers-beyond"),
+    faults=("mtp-layers-missing", "mtp-layers-beyond", "mtp-count-missing"),
     cost="accepted length 1.000 where a quantised export lost them (vLLM issue 37667, SGLang issue 35797)",
     example={"family": "mtp", "num_nextn_predict_layers": 2},
     fix="export the prediction layers with their target, and state their number",
@@ -247,13 +247,14 @@ def _uncounted(context: Context, held: list[int]) -> Iterator[Finding]:
             due=f"layers {_numbers(context, list(range(len(held))))}",
             fault="mtp-layers-missing",
         )
-    elif len(held) > 1:
-        yield context.warn(
-            f"{len(held)} prediction layers are in the weights and no key states their number",
+    elif held:
+        yield context.fail(
+            f"{len(held)} prediction layer{'s are' if len(held) > 1 else ' is'} in the weights and no key states their number",
             where=where,
             got=None,
             due=len(held),
-            fix="state it, since an engine that finds no number may build one layer",
+            fix="state it: an engine that finds no number stops, or builds one layer",
+            fault="mtp-count-missing",
         )
 
 

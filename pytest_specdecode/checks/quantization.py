@@ -11,6 +11,7 @@ from pytest_specdecode import engines
 from pytest_specdecode.checkpoint import read_json_object
 from pytest_specdecode.checks.registry import Context, check
 from pytest_specdecode.errors import CheckpointError
+from pytest_specdecode.families.base import open_view
 from pytest_specdecode.families.quantised import PLAIN_FLOATS, StoredForm
 from pytest_specdecode.findings import Finding
 
@@ -38,7 +39,52 @@ _LONGEST_PATTERN, _MOST_REPEATS = 200, 4
 #: The layer number that a loader of prediction layers was written for.
 _USUAL_LAYER = 61
 
+#: What torch calls its floating-point dtypes beside the plain ones, and what means the stored one.
+_DTYPES = (
+    "auto",
+    "half",
+    "float",
+    "double",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+)
 _HALF = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+#: By the names of `quant_method`, in small letters with hyphens.
+_METHODS = frozenset(
+    (
+        *("aqlm", "auto-round", "awq", "awq-marlin", "bitblas", "bitsandbytes", "blockwise-int8", "compressed-tensors"),
+        *(
+            "cpu-awq",
+            "deepspeedfp",
+            "eetq",
+            "experts-int8",
+            "fbgemm-fp8",
+            "fp-quant",
+            "fp8",
+            "gguf",
+            "gptq",
+            "gptq-bitblas",
+        ),
+        *("gptq-marlin", "gptq-marlin-24", "hqq", "inc", "intel/auto-round", "ipex", "marlin", "mlx", "modelopt"),
+        *(
+            "modelopt-fp4",
+            "modelopt-fp8",
+            "modelopt-mixed",
+            "modelopt-mxfp8",
+            "modelslim",
+            "moe-wna16",
+            "mxfp4",
+            "mxfp8",
+        ),
+        *("neuron-quant", "petit-nvfp4", "ptpc-fp8", "qoq", "quanto", "quark", "rtn", "tpu-int8", "torchao", "w4afp8"),
+        *("w8a8-fp8", "w8a8-int8", "w4a8-fp8", "nvfp4", "nvfp4-awq"),
+    )
+)
 
 
 @check(
@@ -53,6 +99,7 @@ _HALF = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "flo
 )
 def quantization(context: Context) -> Iterator[Finding]:
     """The stored form of each projection against the method and its list; then what loaders do with a right file."""
+    yield from _misstated(context)
     binding = context.draft.binding
     if binding is None or binding.storage.scheme.method is None:
         # Weights that are quantised all the same are for weights.dtypes to report.
@@ -82,7 +129,6 @@ def quantization(context: Context) -> Iterator[Finding]:
     "config.dtype",
     title="the declared dtype is the stored one, and a bfloat16 draft is not run in float16",
     why="States of a draft pass 65504 in the fusion of its taps and behind its projections: in float16 they are infinite.",
-    severity="warning",
     needs=("config", "headers"),
     faults=("dtype-overflow",),
     cost="0.06 of 15 drafts accepted for a bfloat16 draft run in float16 (InternLM/lmdeploy PR 4991)",
@@ -90,7 +136,24 @@ def quantization(context: Context) -> Iterator[Finding]:
     fix="declare the dtype that is stored, and serve bfloat16 drafts in bfloat16",
 )
 def dtype(context: Context) -> Iterator[Finding]:
-    """Declared against stored, then what the draft would be run in."""
+    """Names that torch has, declared against stored, then what the draft would be run in."""
+    layer = open_view(context.draft.checkpoint).layer
+    unknown = [
+        (place, name)
+        for place in dict.fromkeys(("dtype", "torch_dtype", layer.path("dtype"), layer.path("torch_dtype")))
+        if isinstance(name := engines.at(context.draft.checkpoint.config, place), str)
+        and name.removeprefix("torch.") not in (*_DTYPES, *PLAIN_FLOATS)
+    ]
+    for place, name in unknown:
+        yield context.fail(
+            f"torch has no dtype of the name that {place} states",
+            where=f"config.json: {place}",
+            got=name,
+            due=_stored_dtype(context) or "bfloat16",
+            fix="state the stored dtype by torch's name; configuration classes look it up and stop",
+        )
+    if unknown:
+        return
     declared = _named(context.spec.dtype)
     stored = _stored_dtype(context)
     served = _named(context.serve["dtype"])
@@ -160,12 +223,49 @@ def _stated(context: Context) -> Mapping[str, Any]:
             continue
         for key in ("quantization_config", "compression_config", "quantization"):
             if isinstance(found := place.get(key), Mapping) and found:
-                return found
+                nested = found.get("quantization")
+                # ModelOpt's file, taken into config.json as it is.
+                return nested if isinstance(nested, Mapping) and "quant_method" not in found else found
     try:
         found = read_json_object(checkpoint.path / "hf_quant_config.json").get("quantization")
     except (CheckpointError, OSError):
         return {}
     return found if isinstance(found, Mapping) else {}
+
+
+def _misstated(context: Context) -> Iterator[Finding]:
+    """A section that is no object, or whose method no engine is known to have."""
+    config = context.draft.checkpoint.config
+    layer = open_view(context.draft.checkpoint).layer
+    for key in ("quantization_config", "compression_config"):
+        for place in dict.fromkeys((key, layer.path(key))):
+            value = engines.at(config, place)
+            if value is not None and not isinstance(value, Mapping):
+                yield context.fail(
+                    f"{place} is a {type(value).__name__}, and readers look into an object",
+                    where=f"config.json: {place}",
+                    got=value,
+                    due='an object, as {"quant_method": "fp8"}',
+                    fix="write the section as the quantiser does, or leave it out where the weights are plain",
+                )
+    binding = context.draft.binding
+    method = None if binding is None else binding.storage.scheme.method
+    if method not in (None, "unnamed", *_METHODS):
+        yield context.fail(
+            "quant_method is none that an engine is known to have",
+            where="config.json: quantization_config.quant_method",
+            got=_stated(context).get("quant_method"),
+            due="the method of the quantiser, such as compressed-tensors, fp8, modelopt, gptq or awq",
+            fix="state the method that the weights were quantised by, or leave the section out where they are plain",
+        )
+    elif method == "unnamed":
+        yield context.warn(
+            "the section on quantisation names no method",
+            where="config.json: quantization_config.quant_method",
+            got=sorted(map(str, _stated(context)))[:6],
+            due="quant_method",
+            fix="state the method that the weights were quantised by, or leave the section out where they are plain",
+        )
 
 
 def _exclusions(context: Context, stated: Mapping[str, Any]) -> tuple[str, ...]:

@@ -64,6 +64,7 @@ class Check:
         families: the families it applies to; None for all.
         anywhere: whether it runs on a checkpoint whose family is not known or whose files are broken.
         unless: why the check does not apply to a draft whose configuration is known, or None; asked before the weights are.
+        applies: to which drafts it applies, in two or three words, where `unless` narrows the families; empty where they say it.
         faults: slugs of the engine models that its findings carry.
         cost: what the fault was measured to cost, where that is public: accepted length before and after, with the source.
         example: changes of a tiny draft's configuration that it reports (with `family`, which tiny draft), or the fault in words.
@@ -80,6 +81,7 @@ class Check:
     anywhere: bool
     run: Callable[[Context], Iterator[Finding]]
     unless: Callable[[Context], str | None] | None = None
+    applies: str = ""
     faults: tuple[str, ...] = ()
     cost: str = ""
     example: Mapping[str, Any] | str = ""
@@ -199,6 +201,7 @@ def check(
     families: Sequence[str] | None = None,
     anywhere: bool = False,
     unless: Callable[[Context], str | None] | None = None,
+    applies: str = "",
     faults: Sequence[str] = (),
     cost: str = "",
     example: Mapping[str, Any] | str = "",
@@ -219,6 +222,7 @@ def check(
             anywhere=anywhere,
             run=run,
             unless=unless,
+            applies=applies,
             faults=tuple(faults),
             cost=cost,
             example=example,

@@ -103,6 +103,7 @@ def theta_agrees(context: Context) -> Iterator[Finding]:
     stated = {item.key: item.value for rope in ropes for item in rope.theta_stated}
     if not stated:
         raise Inconclusive("rope_theta is not stated; see rope.theta-stated")
+    yield from _theta_beside(context, stated)
     for rope in ropes:
         if len({item.value for item in rope.theta_stated}) > 1:
             outcomes = engines.outcomes("theta-disagrees", context.spec, context.engines)
@@ -123,10 +124,30 @@ def theta_agrees(context: Context) -> Iterator[Finding]:
             break
 
 
+def _theta_beside(context: Context, stated: Mapping[str, Any]) -> Iterator[Finding]:
+    """A base at the top of a file whose layers have a section of their own, and another one in there."""
+    view = open_view(context.draft.checkpoint)
+    if not view.layer.prefix:
+        return
+    places = ("rope_theta", "rope_parameters.rope_theta", "rope_scaling.rope_theta")
+    top = {place: value for place in places if _is_number(value := at(view.root.values, place))}
+    apart = {place: value for place, value in top.items() if float(value) not in stated.values()}
+    if apart:
+        yield context.fail(
+            "rope_theta is stated at top level and in the section of the layers with different values",
+            where=f"config.json: {', '.join((*apart, *stated))}",
+            got={**apart, **stated},
+            due="one value",
+            fix="leave the trained one, in the section of the layers",
+            outcomes=_as_read(context, "rope-theta"),
+        )
+
+
 @check(
     "rope.scaling-complete",
     title="a scaling has every field of its type, and `type` and `rope_type` are the same",
     why="A field that is absent is filled in or stops the server, and readers differ in which of the two names they look at.",
+    faults=("rope-type-unknown",),
     example={"family": "eagle3", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     fix="state the type once, or twice the same, with the fields that it needs",
 )
@@ -134,6 +155,7 @@ def scaling_complete(context: Context) -> Iterator[Finding]:
     """Each dictionary that states a scaling: its type, its fields and their values."""
     ropes = _ropes(context)
     attention = _attention(context, next(iter(ropes)))
+    yield from _two_scalings(context)
     for place, fields in _dictionaries(context):
         where = f"config.json: {place}"
         names = {key: fields[key] for key in ("type", "rope_type") if isinstance(fields.get(key), str)}
@@ -148,12 +170,13 @@ def scaling_complete(context: Context) -> Iterator[Finding]:
             continue
         kind = names.get("rope_type", names.get("type", "default"))
         if kind not in _FIELDS:
-            yield context.warn(
-                f"{kind!r} is no type of scaling that is known",
+            yield context.fail(
+                f"{_shown(kind)} is no type of scaling that is known",
                 where=where,
                 got=kind,
                 due=sorted(_FIELDS),
                 fix="name the type as the engines know it",
+                fault="rope-type-unknown",
             )
             continue
         if not names and (left := sorted(set(fields) & {"factor", *_LISTS})):
@@ -178,6 +201,45 @@ def scaling_complete(context: Context) -> Iterator[Finding]:
                 fix=f"state {' and '.join(missing)} as trained",
             )
         yield from _wrong_values(context, where, kind, whole, attention)
+
+
+def _two_scalings(context: Context) -> Iterator[Finding]:
+    """`rope_scaling` and `rope_parameters` that each state a scaling, and not the same one: readers differ in which counts."""
+    first = layer_key(context, "rope_scaling")
+    stated = {place: fields for place, fields in _dictionaries(context) if _type(fields) is not None}
+    one = stated.pop(first, None)
+    others = {place: fields for place, fields in stated.items() if not place.startswith(f"{first}.")}
+    if one is None or not others:
+        return
+    apart = {place: _apart(one, fields) for place, fields in others.items()}
+    # A dictionary per type of layer may have the scaling for one type alone.
+    if not all(apart.values()):
+        return
+    place, keys = next(iter(apart.items()))
+    yield context.fail(
+        f"{first} and {place} state different scalings: {', '.join(keys)}",
+        where=f"config.json: {first}, {place}",
+        got={first: {key: one.get(key) for key in keys}, place: {key: others[place].get(key) for key in keys}},
+        due="one scaling",
+        fix="leave the trained one",
+        outcomes=_as_read(context, "rope-scaling"),
+    )
+
+
+def _type(fields: Mapping[str, Any]) -> str | None:
+    """The type of scaling that `fields` name, by one of its names; `mrope` scales nothing."""
+    found = fields.get("rope_type", fields.get("type"))
+    return {**_SAME_TYPE, "mrope": "default"}.get(found, found) if isinstance(found, str) else None
+
+
+def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What two scalings differ in that both state."""
+    if _type(one) != _type(other):
+        return ["rope_type" if "rope_type" in one else "type"]
+    if _type(one) == "default":
+        return []
+    both = [key for key in _NUMBERS if one.get(key) is not None and other.get(key) is not None]
+    return [key for key in both if one[key] != other[key]]
 
 
 def _wrong_values(
@@ -301,6 +363,7 @@ def max_position(context: Context) -> Iterator[Finding]:
     unless=lambda context: (
         None if _is_scaled(context) else "no layer has a scaled rotary table that engines add rows to"
     ),
+    applies="drafts with a scaled rotary table",
     cost="40 of 64 frequencies of an added row are wrong with YaRN, factor 4, base 1000000, 128 lanes (arithmetic)",
     example="a DFlash draft with YaRN, original_max_position_embeddings 4096 and factor 16, served at context-length=65536",
     fix="serve a context that leaves room for a block in the scaled table",

@@ -90,7 +90,7 @@ def _stats(draft: Draft, header: TensorHeader) -> TensorStats:
     return TensorStats(
         header=header,
         nonfinite=nonfinite,
-        minimum=minimum if count else 0.0,
+        minimum=minimum + 0.0 if count else 0.0,
         maximum=maximum if count else 0.0,
         mean=mean,
         std=math.sqrt(max(0.0, squares / count - mean * mean)) if count else 0.0,

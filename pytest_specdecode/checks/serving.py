@@ -5,10 +5,12 @@ What the options are checked against stands with the engines, as their rules abo
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
 from pytest_specdecode import engines
 from pytest_specdecode.checks.registry import Context, Inconclusive, check
+from pytest_specdecode.engines.options import KNOWN_VALUES
 from pytest_specdecode.findings import Finding
 
 #: The options that each topic's rules look at; without any of them there is nothing to judge.
@@ -16,6 +18,7 @@ _OPTIONS = {
     "algorithm": (
         "algorithm",
         "method",
+        "tp",
     ),
     "draft-tokens": (
         "num-steps",
@@ -37,7 +40,7 @@ _OPTIONS = {
 
 @check(
     "serving.algorithm",
-    title="the algorithm asked for is the draft's",
+    title="the algorithm asked for is the draft's, and its heads divide among the ranks",
     why="An EAGLE3 draft started as EAGLE loads, serves and accepts nothing: one engine then skips fc in silence.",
     needs=("config", "serving"),
     cost="accepted length 1.00 for an EAGLE3 draft started with algorithm EAGLE (sgl-project/sglang PR 21272)",
@@ -45,7 +48,7 @@ _OPTIONS = {
     fix="start the server with the draft's own algorithm",
 )
 def algorithm(context: Context) -> Iterator[Finding]:
-    """The algorithm against the family, and what it is not combined with."""
+    """The algorithm against the family, what it is not combined with, and the ranks that share its heads."""
     yield from _refused(context, "algorithm")
 
 
@@ -79,6 +82,7 @@ def _refused(context: Context, topic: str) -> Iterator[Finding]:
     """One finding for each thing that the engines say to the options on `topic`."""
     options = _OPTIONS[topic]
     refused = engines.refusals(topic, context.draft, context.target, context.serve, context.engines)
+    yield from _unknown(context, options if topic != "algorithm" else ("draft-attention-backend",))
     if not refused and all(context.serve[option] is None for option in options):
         raise Inconclusive(f"the options given do not speak of it; give {_listed(options)}", "serving")
     for refusal, outcomes in refused:
@@ -92,6 +96,22 @@ def _refused(context: Context, topic: str) -> Iterator[Finding]:
             due=refusal.due,
             fix=refusal.fix,
             outcomes=outcomes,
+        )
+
+
+def _unknown(context: Context, options: tuple[str, ...]) -> Iterator[Finding]:
+    """Names that no engine is known to have."""
+    for option in options:
+        got = context.serve.unknown(option)
+        if got is None:
+            continue
+        near = difflib.get_close_matches(got.lower(), KNOWN_VALUES[option], n=3)
+        yield context.warn(
+            f"{got} is no {option} that any engine is known to take",
+            where=f"--draft-serve: {option}",
+            got=got,
+            due=sorted(near) or sorted(KNOWN_VALUES[option]),
+            fix=f"start with {option}={near[0]}" if near else "see which names the engine's --help lists",
         )
 
 

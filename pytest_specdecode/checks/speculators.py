@@ -24,6 +24,7 @@ def _is_not_packaged(context: Context) -> str | None:
     title="speculators_config and transformer_layer_config are whole, and ask for what the draft can give",
     why="The packaging carries what the server needs to start: how many tokens to propose, for which verifier, with which layers.",
     unless=_is_not_packaged,
+    applies="drafts in the speculators packaging",
     faults=(
         "speculators-structure",
         "speculators-key-missing",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pytest_specdecode import engines
-from pytest_specdecode.checks.keys import block_key
+from pytest_specdecode.checks.keys import DEPTH_KEYS, block_key, layer_key
 from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check
 from pytest_specdecode.engines import Reading, at
 from pytest_specdecode.engines.hf_config import dflash_guess
@@ -149,14 +149,28 @@ def in_range(context: Context) -> Iterator[Finding]:
         raise Inconclusive(
             "the target's depth is not known: give --draft-target=DIR, or state num_target_layers", "target"
         )
+    if depth < 1:
+        # Nothing lies within a target without layers: the number is at fault, not the list.
+        given = context.target is not None and context.target.num_hidden_layers == depth
+        yield context.fail(
+            f"a target of {depth} layers has nothing to tap",
+            where="the target's num_hidden_layers" if given else f"config.json: {_depth_key(context)}",
+            got=depth,
+            due=f"more than {max(ids)}" if ids else "a positive number",
+            fix="state the target's depth",
+            fault="target-depth",
+        )
+        return
     lowest, highest = {"output": (0, depth - 1), "boundary": (1, depth), None: (0, depth)}[taps.convention]
     outside = [id for id in ids if not lowest <= id <= highest]
     if outside:
-        meaning = {"output": "outputs of layers", "boundary": "states entering layers"}.get(
-            taps.convention or "", "layers"
-        )
+        one, many = {
+            "output": ("no output of a layer", "no outputs of layers"),
+            "boundary": ("no state entering a layer", "no states entering layers"),
+        }.get(taps.convention or "", ("no layer", "no layers"))
         yield context.fail(
-            f"{', '.join(map(str, outside))} {'is' if len(outside) == 1 else 'are'} no {meaning} of a target with {depth} layers",
+            f"{', '.join(map(str, outside))} {f'is {one}' if len(outside) == 1 else f'are {many}'} of a target with "
+            f"{depth} {'layer' if depth == 1 else 'layers'}",
             where=f"config.json: {taps.stated[0].key}",
             got=list(ids),
             due=f"{lowest} to {highest}",
@@ -502,6 +516,14 @@ def _depth(context: Context) -> int | None:
     if context.target is not None and context.target.num_hidden_layers is not None:
         return context.target.num_hidden_layers
     return None if _may_count_taps(context) else context.spec.taps.num_target_layers
+
+
+def _depth_key(context: Context) -> str:
+    """The key that gives the depth of a draft's target."""
+    if context.spec.packaging == "embedded":
+        return layer_key(context, "num_hidden_layers")
+    config, depth = context.draft.checkpoint.config, context.spec.taps.num_target_layers
+    return next((key for key in DEPTH_KEYS if at(config, key) == depth), DEPTH_KEYS[1])
 
 
 def _may_count_taps(context: Context) -> bool:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pytest_specdecode.checks.keys import DEPTH_KEYS
 from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check, require_layers
 from pytest_specdecode.engines.base import at
 from pytest_specdecode.findings import Finding
@@ -25,7 +26,6 @@ _WIDTH_KEYS = (
     "transformer_layer_config.hidden_size",
 )
 _VOCAB_KEYS = ("vocab_size", "text_config.vocab_size", "transformer_layer_config.vocab_size")
-_DEPTH_KEYS = ("dflash_config.num_target_layers", "num_target_layers", "target_num_hidden_layers")
 
 #: Where a draft names its target.
 _NAME_KEYS = (
@@ -99,13 +99,35 @@ def widths(context: Context) -> Iterator[Finding]:
         if depth != target.num_hidden_layers:
             yield context.warn(
                 f"the draft was trained on a target of {depth} layers, this one has {target.num_hidden_layers}",
-                where=f"config.json: {_key(config, _DEPTH_KEYS, depth)}",
+                where=f"config.json: {_key(config, DEPTH_KEYS, depth)}",
                 got=depth,
                 due=target.num_hidden_layers,
                 fault="target-depth",
             )
+    unread = _unread(target)
     if not compared:
-        raise Inconclusive("draft and target state no width, vocabulary or depth that could be compared")
+        raise Inconclusive(
+            "draft and target state no width, vocabulary or depth that could be compared"
+            + (f": the target's {' and '.join(unread)} cannot be read as numbers" if unread else "")
+        )
+    for key, stated in unread.items():
+        yield context.warn(
+            f"the target's {key} is no whole number, so it was not compared",
+            where=f"the target's config.json: {key}",
+            got=stated,
+            due="a whole number",
+            fix="give the target's own config.json; configuration classes refuse this one",
+        )
+
+
+def _unread(target: Target) -> dict[str, Any]:
+    """What the target states where a whole number is due, by key; a float that is whole is nobody's fault."""
+    found: dict[str, Any] = {}
+    for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
+        stated = next((place[key] for place in (target.text, target.config) if place.get(key) is not None), None)
+        if stated is not None and target.number(key) is None and not (isinstance(stated, float) and stated % 1 == 0):
+            found[key] = stated
+    return found
 
 
 @check(

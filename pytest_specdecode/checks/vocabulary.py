@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from pytest_specdecode.checks.keys import ids_below
 from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check
 from pytest_specdecode.errors import CheckpointError
 from pytest_specdecode.findings import Finding
@@ -261,7 +262,7 @@ def _token_map(context: Context, vocab_size: int) -> Iterator[Finding]:
             f"{len(outside)} draft ids map outside the target's vocabulary of {vocab_size}",
             where=f"{where}[{outside[0]}]",
             got=ids[outside[0]],
-            due=f"0 to {vocab_size - 1}",
+            due=ids_below(vocab_size),
             fault="d2t-out-of-range",
         )
     elif len(set(ids)) < len(ids):
@@ -318,7 +319,7 @@ def _d2t_values(
             f"{len(outside)} draft ids map outside the target's vocabulary of {vocab_size}",
             where=f"{where}[{outside[0]}]",
             got=images[outside[0]],
-            due=f"0 to {vocab_size - 1}",
+            due=ids_below(vocab_size),
             fix=_MAP_FIX,
             fault="d2t-out-of-range",
         )

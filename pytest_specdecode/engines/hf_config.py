@@ -30,6 +30,29 @@ THETA_DEFAULTS: Mapping[str, float] = {
     "mixtral": 1_000_000.0,
 }
 
+#: The epsilon that each class fills in where the file states none, tried likewise.
+EPS_DEFAULTS: Mapping[str, float] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "deepseek_v3"), 1e-6),
+    **dict.fromkeys(("mixtral", "gpt_oss", "lfm2", "phi3", "glm_moe_dsa", "llama4_text", "cohere"), 1e-5),
+}
+
+#: Decoders' model types for which transformers 5.15.0 has a configuration class, then those for which engines bring one themselves.
+_DECODERS = """
+afmoe apertus arcee aria_text axk1 axk2 bamba bitnet bloom blt codegen cohere cohere2 cohere2_moe ctrl cwm dbrx deepseek_v2
+deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1
+falcon_mamba flex_olmo gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified
+gemma4_unified_assistant gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt2 gpt_bigcode gpt_neo
+gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text
+hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling_text jais2 jamba jetmoe laguna lfm2 lfm2_moe llama llama4 llama4_text
+longcat_flash mamba mamba2 mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
+mistral3 mistral4 mixtral mllama mpt nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3
+phi4_multimodal phimoe qwen2 qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_5
+qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_omni_moe_text qwen3_vl qwen3_vl_moe qwen3_vl_moe_text
+qwen3_vl_text recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu zamba zamba2 zaya
+eagle hydra k3_dspark kimi_k2 kimi_k25 kimi_k3 kimi_linear medusa minicpm mlp_speculator speculators
+"""
+MODEL_TYPES = frozenset(_DECODERS.split())
+
 #: Classes that drop `sliding_window` unless `use_sliding_window` is true.
 _DROPS_WINDOW = ("qwen2", "qwen3", "qwen3_moe")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pytest_specdecode.checkpoint import Checkpoint
+from pytest_specdecode.errors import CheckpointError
 from pytest_specdecode.families.base import ExpectedTensor, Family, ReferenceLayer, Signal, open_view
 from pytest_specdecode.families.dflare import DFlare
 from pytest_specdecode.families.dflash import DFlash
@@ -16,6 +17,7 @@ from pytest_specdecode.families.eagle3_mla import Eagle3MLA
 from pytest_specdecode.families.eagle4 import Eagle4
 from pytest_specdecode.families.gemma4_assistant import Gemma4Assistant
 from pytest_specdecode.families.hydra import Hydra
+from pytest_specdecode.families.known_keys import is_read
 from pytest_specdecode.families.medusa import Medusa
 from pytest_specdecode.families.mlp_speculator import MLPSpeculator
 from pytest_specdecode.families.mtp import MTP
@@ -57,7 +59,20 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def load(checkpoint: Checkpoint) -> Draft:
-    """`checkpoint` with its family, spec and bound tensors; where the family is not known, those are None."""
+    """`checkpoint` with its family, spec and bound tensors; where the family is not known, those are None.
+
+    A draft's own configuration that holds a duplicate key or a non-finite number is refused where a key that is read is touched; a
+    target's, which holds what others wrote, is not.
+    """
+    draft = _loaded(checkpoint)
+    refused = next((fault for fault in checkpoint.config_oddities if is_read(fault.key or "")), None)
+    if refused is None or (draft.spec is not None and draft.spec.packaging == "embedded"):
+        return draft
+    checkpoint.refuse_config(CheckpointError(refused.message, path=refused.path, key=refused.key, got=refused.got))
+    return _loaded(checkpoint)
+
+
+def _loaded(checkpoint: Checkpoint) -> Draft:
     recognition = recognise(checkpoint, FAMILIES)
     family = next((family for family in FAMILIES if family.name == recognition.family), None)
     if family is None:

@@ -154,6 +154,7 @@ class DFlash(Family):
             hidden_size=hidden,
             target_hidden_size=target_hidden or hidden,
             num_hidden_layers=stated,
+            layer_key=view.layer.path("num_hidden_layers"),
             layers=tuple(self._layer(view, index) for index in range(stated or 0)),
             vocabulary=read_vocabulary(view),
             taps=_taps(view),

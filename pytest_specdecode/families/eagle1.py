@@ -199,6 +199,7 @@ class Eagle1(Family):
             hidden_size=hidden,
             target_hidden_size=hidden,
             num_hidden_layers=stated,
+            layer_key=view.layer.path("num_hidden_layers"),
             layers=tuple(_layer(view, variant, index, eps) for index in range(_layers_built(view, stated))),
             vocabulary=_vocabulary(view),
             taps=TapsSpec(required=False),

@@ -482,6 +482,7 @@ def parse_eagle3(view: ConfigView, family: str, attention: Any) -> DraftSpec:
         hidden_size=hidden,
         target_hidden_size=view.root.extent("target_hidden_size") or hidden,
         num_hidden_layers=stated,
+        layer_key=view.layer.path("num_hidden_layers"),
         layers=tuple(
             LayerSpec(
                 index=index,

@@ -262,6 +262,9 @@ def _qweight_shape(scheme: Scheme, shape: tuple[int, ...], per_word: int | None)
 
 def _scheme(stated: Mapping[str, Any]) -> Scheme:
     method = stated.get("quant_method")
+    nested = stated.get("quantization")
+    if method is None and ("quant_algo" in stated or (isinstance(nested, Mapping) and "quant_algo" in nested)):
+        method = "modelopt"
     name = str(method).lower().replace("_", "-") if method is not None else "unnamed"
     groups = stated.get("config_groups")
     weights = [

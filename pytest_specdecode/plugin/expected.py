@@ -6,10 +6,10 @@ A line is `check-id[draft-name]: reason`, or `check-id: reason` for every draft.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_LINE = re.compile(r"^(?P<id>[^\[\]:\s]+)(?:\[(?P<draft>[^\]]+)\])?\s*:\s*(?P<reason>\S.*)$")
+_LINE = re.compile(r"^(?P<id>[^\[\]:\s]+)(?:\[(?P<draft>.+?)\])?\s*:\s*(?P<reason>\S.*)$")
 
 FORM = "check-id[draft-name]: reason"
 
@@ -20,7 +20,7 @@ class ExpectedFailure:
 
     Attributes:
         id: of the check.
-        draft: label of the draft, as test ids show it; None for every draft.
+        draft: the draft's label, as test ids show it, or its directory's name, as it is or as ids write it; None for every draft.
         reason: why it is lived with.
     """
 
@@ -62,7 +62,20 @@ def parse(lines: Iterable[str]) -> tuple[ExpectedFailure, ...]:
     return tuple(found.values())
 
 
-def reason_for(listed: Iterable[ExpectedFailure], id: str, draft: str) -> str | None:
-    """Why the check `id` may fail on the draft labelled `draft`, or None where it may not; a line that names the draft comes first."""
-    reasons = {item.draft: item.reason for item in listed if item.id == id and item.draft in (draft, None)}
-    return reasons.get(draft, reasons.get(None))
+def reason_for(listed: Iterable[ExpectedFailure], id: str, names: Sequence[str]) -> str | None:
+    """Why the check `id` may fail on the draft that goes by `names`, or None where it may not.
+
+    A line that names the draft comes before one for every draft, and an earlier name before a later one.
+    """
+    reasons = {item.draft: item.reason for item in listed if item.id == id}
+    return next((reasons[name] for name in (*names, None) if name in reasons), None)
+
+
+def strangers(listed: Iterable[ExpectedFailure], drafts: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """The drafts that are listed, each once, where none of them is one of `drafts`, each given by its names; else nothing.
+
+    A list that is shared by several runs names drafts that one run has not; one of which no name fits is likely misspelled.
+    """
+    here = {name for names in drafts for name in names}
+    named = tuple(dict.fromkeys(item.draft for item in listed if item.draft is not None))
+    return () if here.intersection(named) or not here else named

@@ -59,8 +59,8 @@ _ENGINE_HELP = (
     "falls back from a warning. Default: every engine is shown and each check has its own severity"
 )
 _SERVE_HELP = (
-    "the options that the server is started with, as in 'algorithm=EAGLE3 num-steps=3 kv-cache-dtype=fp8_e4m3'; they are checked against "
-    "the draft. Default: none"
+    "the options that the server is started with, as in 'algorithm=EAGLE3 num-steps=3 kv-cache-dtype=fp8_e4m3', or its command line; they "
+    "are checked against the draft. Default: none"
 )
 _CHECKS_HELP = "run only these checks: ids and groups with commas between, such as rope,weights.shapes. Default: all"
 _SKIP_HELP = "leave these checks out: ids and groups with commas between. Default: none"
@@ -299,6 +299,20 @@ def _labels(paths: Sequence[str]) -> list[str]:
     return [
         f"{label}.{labels[:index].count(label) + 1}" if index in alike else label for index, label in enumerate(labels)
     ]
+
+
+def names_of(draft: Draft) -> tuple[str, ...]:
+    """What a line of the ini file may call `draft`: its label, its directory's name, and that name as test ids write it."""
+    name = os.path.basename(os.path.abspath(draft.path))
+    return tuple(dict.fromkeys((draft.name, name, _tame(name))))
+
+
+def without_draft(config: pytest.Config) -> str | None:
+    """What to say where the command line asks how a draft is to be judged, and names none; None where it does not."""
+    given = [option for option in (TARGET, ENGINE, SERVE, CHECKS, TRACE, TOKENS, BASELINE) if config.getoption(option)]
+    if not given:
+        return None
+    return f"{', '.join(given)}: no draft was judged, since {MODEL}=DIR is missing"
 
 
 def _tame(name: str) -> str:

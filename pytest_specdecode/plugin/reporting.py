@@ -15,7 +15,8 @@ from pytest_specdecode.checks import REGISTRY, Check
 from pytest_specdecode.errors import DraftError, printable
 from pytest_specdecode.families import Draft, load
 from pytest_specdecode.findings import STATUS_ORDER, CheckResult
-from pytest_specdecode.plugin.options import Settings
+from pytest_specdecode.plugin.expected import strangers
+from pytest_specdecode.plugin.options import EXPECTED, Settings, names_of, without_draft
 from pytest_specdecode.plugin.results import result_of
 from pytest_specdecode.report import DraftReport, Report, finding_lines
 
@@ -33,8 +34,12 @@ class Reporter:
         self._no_baseline: DraftError | None = None
 
     def pytest_report_header(self) -> list[str]:
-        """One line per draft, with the device."""
-        return [f"draft: {draft.describe()}; on {self._settings.device}" for draft in self._drafts.values()]
+        """One line per draft, with the device, and what was passed over of the server's options."""
+        lines = [f"draft: {printable(draft.describe())}; on {self._settings.device}" for draft in self._drafts.values()]
+        serve = self._settings.serve
+        if serve is not None and serve.ignored:
+            lines.append(printable(f"draft-serve: no check looks at {', '.join(serve.ignored)}"))
+        return lines
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the result of one check; a later run of the same check replaces it."""
@@ -80,6 +85,12 @@ class Reporter:
         reports = [report for report in self._reports() if report.results]
         if reports:
             terminalreporter.section("draft model" if len(reports) == 1 else "draft models")
+        elif not self._drafts and (lacking := without_draft(config)) is not None:
+            terminalreporter.line(f"WARNING: {lacking}", yellow=True)
+        if reports and (named := strangers(self._settings.expected, map(names_of, self._judged()))):
+            terminalreporter.line(
+                f"WARNING: {EXPECTED} names no draft of this run: {printable(', '.join(named))}", yellow=True
+            )
         for index, report in enumerate(reports):
             if index:
                 terminalreporter.line("")
@@ -88,11 +99,11 @@ class Reporter:
         if self._unwritten is not None:
             terminalreporter.line(f"ERROR: the report was not written: {self._unwritten}", red=True)
         elif self._settings.report is not None:
-            terminalreporter.line(f"report: {self._settings.report}")
+            terminalreporter.line(f"report: {printable(str(self._settings.report))}")
         if self._no_baseline is not None:
             terminalreporter.line(f"ERROR: the baseline was not written: {self._no_baseline}", red=True)
         elif self._settings.updates_baseline:
-            terminalreporter.line(f"baseline: {self._settings.baseline}")
+            terminalreporter.line(f"baseline: {printable(str(self._settings.baseline))}")
 
     def _reports(self) -> Iterator[DraftReport]:
         """What was found, draft by draft, checks in the order of the registry."""
@@ -102,6 +113,13 @@ class Reporter:
             if draft is not None:
                 ordered = sorted(results.values(), key=lambda result: order.get(result.id, len(order)))
                 yield api.draft_report(path, api.context_of(draft, engines=self._settings.engines), ordered)
+
+    def _judged(self) -> Iterator[Draft]:
+        """The drafts that have results."""
+        for path, results in self._results.items():
+            draft = self._drafts.get(path) or self._opened(path)
+            if results and draft is not None:
+                yield draft
 
     def _opened(self, path: str) -> Draft | None:
         """The draft of a `draft` fixture that a conftest overrides, where its directory is still there."""
@@ -113,7 +131,7 @@ class Reporter:
 
 def _lines(report: DraftReport, in_full: bool) -> Iterator[str]:
     """A draft's block; findings that failed a test stand in full above it, unless --tb=no keeps them from there."""
-    yield report.description
+    yield printable(report.description)
     yield "  " + ", ".join(f"{number} {status}" for status, number in report.counts().items())
     unanswered: dict[str, list[str]] = {}
     for result in sorted(report.results, key=lambda item: -STATUS_ORDER.index(item.status)):
@@ -123,7 +141,7 @@ def _lines(report: DraftReport, in_full: bool) -> Iterator[str]:
         if result.is_stale:
             yield f"  stale expected failure {result.id}: it no longer fails; take its line out ({printable(result.expected)})"
         if result.status == "failed" and not (in_full and result.findings):
-            yield f"  error {result.id}: {result.message}"
+            yield f"  error {result.id}: {printable(result.message)}"
         elif result.status == "inconclusive":
             unanswered.setdefault(result.message, []).append(result.id)
         elif result.figures and result.status == "passed":
@@ -132,7 +150,7 @@ def _lines(report: DraftReport, in_full: bool) -> Iterator[str]:
             if in_full or result.status != "failed":
                 yield from finding_lines(result.id, finding)
     for reason, ids in unanswered.items():
-        yield f"  inconclusive {_counted(ids)}: {reason}"
+        yield f"  inconclusive {_counted(ids)}: {printable(reason)}"
 
 
 def _counted(ids: Sequence[str], most: int = 3) -> str:
@@ -144,7 +162,7 @@ def table_of_checks(checks: Iterable[Check]) -> str:
     """One line per check: id, severity, needs, families, title."""
     rows = [("id", "severity", "needs", "families", "what must hold")]
     for item in checks:
-        families = "all" if item.families is None else ",".join(item.families)
+        families = item.applies or ("all" if item.families is None else ",".join(item.families))
         rows.append((item.id, item.severity, ",".join(item.needs), families, item.title))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(

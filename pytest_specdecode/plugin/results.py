@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from pytest_specdecode.errors import printable
 from pytest_specdecode.findings import CheckResult
 from pytest_specdecode.report import finding_lines
 
@@ -19,7 +20,7 @@ def failure_text(result: CheckResult) -> str:
     The first line is what pytest's short summary shows beside the test's id, so the check's id is not said again there.
     """
     lines = [line for finding in result.findings for line in finding_lines(result.id, finding, indent="")]
-    return "\n".join(lines).removeprefix(f"error {result.id}: ") or result.message
+    return "\n".join(lines).removeprefix(f"error {result.id}: ") or printable(result.message)
 
 
 def result_of(report: pytest.TestReport) -> tuple[str, CheckResult] | None:

@@ -15,8 +15,9 @@ import pytest
 
 from pytest_specdecode import api
 from pytest_specdecode.checks import Check, Context
+from pytest_specdecode.errors import printable
 from pytest_specdecode.plugin.expected import reason_for
-from pytest_specdecode.plugin.options import SETTINGS
+from pytest_specdecode.plugin.options import SETTINGS, names_of
 from pytest_specdecode.plugin.results import PROPERTY, failure_text
 
 
@@ -27,7 +28,7 @@ def test_draft(request: pytest.FixtureRequest, draft_check: Check, draft_context
     result = api.run_check(draft_check, draft_context)
     given = request.node.callspec.params.get("_given_draft")
     path = str(draft_context.draft.path) if given is None else given.path
-    expected = reason_for(request.config.stash[SETTINGS].expected, draft_check.id, draft_context.draft.name)
+    expected = reason_for(request.config.stash[SETTINGS].expected, draft_check.id, names_of(draft_context.draft))
     if expected is not None:
         result = replace(result, expected=expected)
         request.applymarker(pytest.mark.xfail(reason=expected))
@@ -35,12 +36,15 @@ def test_draft(request: pytest.FixtureRequest, draft_check: Check, draft_context
     if result.status == "failed":
         pytest.fail(failure_text(result), pytrace=False)
     if result.status == "skipped":
-        pytest.skip(result.message)
+        pytest.skip(printable(result.message))
     if result.status == "inconclusive":
         want = request.config.stash[SETTINGS].requires(result.want, *_wants(draft_check, draft_context))
         if want is not None:
-            pytest.fail(f"inconclusive, and --draft-require={want} asks for an answer: {result.message}", pytrace=False)
-        pytest.skip(f"inconclusive: {result.message}")
+            pytest.fail(
+                f"inconclusive, and --draft-require={want} asks for an answer: {printable(result.message)}",
+                pytrace=False,
+            )
+        pytest.skip(f"inconclusive: {printable(result.message)}")
 
 
 def _wants(check: Check, context: Context) -> tuple[str, ...]:

@@ -218,9 +218,10 @@ def probe(
             try:
                 model = replayer.model(spec)
                 kept = replayer.accepted(model, recording, places.chosen, count, truth)
-            except (DraftError, NoReferenceError) as error:
+            except (DraftError, NoReferenceError, IndexError) as error:
                 if index == 0:
                     raise
+                # An id that is read otherwise may be none of the embedding's.
                 failed[index] = error.brief if isinstance(error, DraftError) else str(error)
                 continue
             tallies[index].add(kept, truth, places)

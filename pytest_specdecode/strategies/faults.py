@@ -336,7 +336,7 @@ FAULTS: Mapping[str, Fault] = {
         what="a number as text", changes=_texts, families=(*_LAYERED, "eagle3-mla", "eagle4", "mtp", "hydra")
     ),
     "config.architectures": Fault(what="a label that stands in no list", changes=_bare_label),
-    "config.unread-keys": Fault(what="a misspelled key", changes=_misspelled),
+    "config.unread-keys": Fault(what="a misspelled key", changes=_misspelled, packagings=_OWN),
     "config.null-values": Fault(
         what="a null where readers want a value",
         changes=_null,

@@ -722,7 +722,7 @@ FAILURES: tuple[Failure, ...] = (
                 family="dflash",
                 config={"dflash_config": {**BLOCK, "target_layer_ids": [1, 9, 20]}},
                 check="taps.range",
-                text="20 is no outputs of layers of a target with 20 layers",
+                text="20 is no output of a layer of a target with 20 layers",
             ),
             Case(
                 family="dflash",

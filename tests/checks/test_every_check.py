@@ -252,7 +252,7 @@ ROWS: dict[str, Row] = {
         text="order",
     ),
     "taps.range": Row(
-        family="dflash", config={"dflash_config": {**BLOCK, "target_layer_ids": [1, 9, 20]}}, text="20 is no outputs of"
+        family="dflash", config={"dflash_config": {**BLOCK, "target_layer_ids": [1, 9, 20]}}, text="20 is no output of"
     ),
     "taps.convention": Row(
         config={
@@ -372,7 +372,7 @@ ROWS: dict[str, Row] = {
         follow=("config.num-hidden-layers", "weights.missing", "weights.biases", "layers.build"),
     ),
     "layers.precision": Row(tensors=_cancelling, status="warned", text="more than its roundings make up"),
-    "layers.build": Row(config={"hidden_act": "selu"}, text="unknown activation 'selu'"),
+    "layers.build": Row(config={"hidden_act": "selu"}, text="unknown activation 'selu'", follow=("config.types",)),
     "layers.finite": Row(tensors=_huge, follow=("weights.degenerate", "layers.precision")),
     "fused-kv.num-kv-heads": Row(
         family="dflash",
@@ -381,7 +381,11 @@ ROWS: dict[str, Row] = {
         follow=STACK,
     ),
     "fused-kv.tensor-parallel": Row(
-        family="dflash", serve="tp=8", twin_serve="tp=4", text="4 query heads do not divide among 8 ranks"
+        family="dflash",
+        serve="tp=8",
+        twin_serve="tp=4",
+        text="4 query heads do not divide among 8 ranks",
+        follow=("serving.algorithm",),
     ),
     "fused-kv.engine-path": Row(
         family="dspark",
@@ -419,6 +423,7 @@ ROWS: dict[str, Row] = {
 
 #: Checks whose fault no checkpoint of ours can hold, with the module of these tests that shows them failing.
 ELSEWHERE = {
+    "acceptance.conventions": "replay/test_probe.py",
     "acceptance.length": "replay/test_acceptance_check.py",
     "layers.batch": "checks/test_numeric_checks.py",
     "layers.incremental": "checks/test_numeric_checks.py",

@@ -135,7 +135,7 @@ def test_a_plain_layer_of_the_target_is_no_prediction_layer(tmp_path: Path) -> N
     ("changes", "status", "text"),
     [
         ({"num_nextn_predict_layers": 0}, "failed", "no prediction layer is declared, the weights hold 2: 3, 4"),
-        ({"num_nextn_predict_layers": ...}, "warned", "2 prediction layers are in the weights and no key states"),
+        ({"num_nextn_predict_layers": ...}, "failed", "2 prediction layers are in the weights and no key states"),
         ({"mtp_num_hidden_layers": 1}, "warned", "stated with different values"),
         ({"mtp_num_hidden_layers": 2}, "passed", "prediction layers 3, 4"),
     ],

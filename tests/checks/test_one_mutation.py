@@ -194,11 +194,11 @@ def _null(draw: Draw, draft: Written) -> None:
 
 
 def _misspell(draw: Draw, draft: Written) -> None:
-    absent = [
-        key
-        for key in ("norm_before_residual", "partial_rotary_factor", "sample_from_anchor", "attention_value_scale")
-        if key not in draft.config and key not in draft.layer
-    ]
+    names = ("norm_before_residual", "partial_rotary_factor", "sample_from_anchor", "attention_value_scale")
+    if draft.family == "mtp" or draft.packaging.id in _EMBEDDED:
+        # Of a file that is the target's as well, only the keys that speak of a draft are looked at.
+        names = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+    absent = [key for key in names if key not in draft.config and key not in draft.layer]
     key = draw(st.sampled_from(absent))
     place = draw(st.integers(1, len(key) - 2))
     draft.config[key[:place] + draw(st.sampled_from([key[place] * 2, ""])) + key[place + 1 :]] = 1
@@ -908,6 +908,8 @@ BY_ROW = (
     *("fused-kv.quantization", "fused-kv.norm-eps", "fused-kv.matches-reference"),
 )
 
+_SLICED = "fused-kv.tensor-parallel"
+
 #: Rows whose fault is in the configuration, and so can be had by every plain packaging of the same family.
 STATED = [
     id for id, row in ROWS.items() if row.config and not (row.tensors or row.files or row.shape_config or row.serve)
@@ -989,7 +991,8 @@ def test_the_fault_of_a_row_is_reported_in_every_packaging(id: str, tmp_path_fac
                 draft.config.pop(key, None)
             else:
                 draft.config[key] = value
-        report = _judged(draft, target)
+        # What a rank holds is asked above; it takes half of the time of all checks together.
+        report = _judged(draft, target, skip=None if id == _SLICED else [_SLICED])
         assert report[id].status == row.status, (packaging.id, report[id])
         _no_others(report, {id, *row.follow, *before})
 
@@ -1006,7 +1009,7 @@ def _written(packaging: Packaging, weights: bool) -> Written:
     return Written(packaging, copy.deepcopy(packaging.whole), packaging.tensors() if weights else None)
 
 
-def _judged(draft: Written, target: Path | None = None) -> Report:
+def _judged(draft: Written, target: Path | None = None, skip: list[str] | None = None) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "draft"
         if draft.tensors is None:
@@ -1018,4 +1021,4 @@ def _judged(draft: Written, target: Path | None = None) -> Report:
             edit(path)
         if draft.target is not None:
             target = _write_target({"config.json": draft.target}, Path(folder) / "target")
-        return check_draft(path, target=target, serve=draft.serve)
+        return check_draft(path, target=target, serve=draft.serve, skip=skip)

@@ -63,7 +63,7 @@ def _target(tmp_path: Path, **config: Any) -> Path:
         ({"type": "linear"}, "failed", "linear scaling without factor"),
         ({"type": "dynamic", "alpha": 1000.0}, "passed", ""),
         ({"type": "dynamic"}, "failed", "dynamic scaling without factor or alpha"),
-        ({"type": "twisted", "factor": 2.0}, "warned", "'twisted' is no type of scaling"),
+        ({"type": "twisted", "factor": 2.0}, "failed", "'twisted' is no type of scaling"),
         ({"factor": 2.0}, "warned", "factor stands there without a type"),
         (
             {"type": "su", "rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}

@@ -527,7 +527,7 @@ def test_only_the_chosen_engine_is_asked(tmp_path: Path) -> None:
 def test_options_that_do_not_speak_of_it_leave_a_check_open(tmp_path: Path) -> None:
     for index, check in enumerate(("serving.algorithm", "serving.draft-tokens", "serving.kv-cache-dtype")):
         (tmp_path / str(index)).mkdir()
-        result = judge(tmp_path / str(index), check, "eagle3", "tp=8")
+        result = judge(tmp_path / str(index), check, "eagle3", "page-size=16")
         assert result.status == "inconclusive"
         assert "the options given do not speak of it; give" in result.message
 
@@ -554,3 +554,49 @@ def test_a_context_that_is_longer_than_the_draft() -> None:
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
     assert refused("context-length=4096", max_position_embeddings=2048, rope_scaling=linear) == []
     assert len(refused("context-length=4096", max_position_embeddings=2048, rope_scaling=yarn)) == 1
+
+
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "qwen3_next_mtp", "MIMO_MTP"])
+def test_a_method_by_its_models_name_is_the_method(method: str, tmp_path: Path) -> None:
+    assert judge(tmp_path, "serving.algorithm", "mtp", f"method={method}").status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("serve", "engine", "due"),
+    [("algorithm=EAGEL3", "sglang", "algorithm=EAGLE3"), ("method=eagel3", "vllm", "method=eagle3")],
+)
+def test_a_misspelled_algorithm_stops(serve: str, engine: str, due: str, tmp_path: Path) -> None:
+    for index, engines in enumerate((None, [engine])):
+        (tmp_path / str(index)).mkdir()
+        result = judge(tmp_path / str(index), "serving.algorithm", "eagle3", serve, engines=engines)
+        assert result.status == "failed"
+        assert result.findings[0].outcomes[engine].outcome == "stops"
+        assert result.findings[0].fix == f"start with {due}"
+
+
+@pytest.mark.parametrize("option", ["dflash-block-size", "num-draft-tokens"])
+def test_a_block_of_one_row_drafts_nothing(option: str, tmp_path: Path) -> None:
+    result = judge(tmp_path, "serving.draft-tokens", "dflash", f"algorithm=DFLASH {option}=1", **BLOCK_8)
+    assert result.status == "failed"
+    assert result.message == "a block of one row holds the anchor and no draft"
+    assert result.findings[0].where == f"--draft-serve: {option}"
+
+
+@pytest.mark.parametrize(
+    ("check", "serve", "got"),
+    [
+        ("serving.kv-cache-dtype", "kv-cache-dtype=zorp", "zorp is no kv-cache-dtype"),
+        ("serving.kv-cache-dtype", "attention-backend=zorp", "zorp is no attention-backend"),
+        ("serving.kv-cache-dtype", "decode-attention-backend=zorp", "zorp is no decode-attention-backend"),
+        ("serving.algorithm", "algorithm=EAGLE3 draft-attention-backend=zorp", "zorp is no draft-attention-backend"),
+    ],
+)
+def test_a_name_that_no_engine_knows_is_a_warning(check: str, serve: str, got: str, tmp_path: Path) -> None:
+    result = judge(tmp_path, check, "eagle3", serve)
+    assert result.status == "warned"
+    assert result.message == f"{got} that any engine is known to take"
+
+
+def test_vllm_writes_its_backends_in_capitals(tmp_path: Path) -> None:
+    serve = "attention-backend=FLASH_ATTN kv-cache-dtype=auto"
+    assert judge(tmp_path, "serving.kv-cache-dtype", "eagle3", serve).status == "passed"

@@ -202,7 +202,8 @@ def test_a_path_that_takes_layer_0_for_all(tmp_path: Path) -> None:
     result = _run("fused-kv.engine-path", path)
     assert result.status == "warned"
     assert "layer 0's cos/sin table for every layer" in result.message
-    assert "fused-kv-rope-theta" in result.findings[0].where
+    assert result.findings[0].where == "layer 1"
+    assert set(result.findings[0].got) == {"rope_theta"}
 
 
 @pytest.mark.parametrize("value", ["x", None, [], {}, 1 << 40, True])

@@ -86,6 +86,40 @@ def all_known(draft: Draft) -> bool:
     return all(None not in tensor.shape for tensor in draft.binding.expected.values())
 
 
+@pytest.mark.parametrize("name", READ)
+def test_the_sizes_that_a_file_states_are_those_of_its_tensors(tmp_path: Path, name: str) -> None:
+    """Read here without the parsers: the MLP, k and o of every layer that has them under these names."""
+    draft = opened(tmp_path, name)
+    assert draft.binding is not None
+    stated = config(name)
+    for key in ("transformer_layer_config", "text_config", "model"):
+        stated = {**stated, **(stated.get(key) or {})} if isinstance(stated.get(key), dict) else stated
+    hidden, inner, head_dim = (stated.get(key) for key in ("hidden_size", "intermediate_size", "head_dim"))
+    heads = stated.get("num_attention_heads")
+    kv = stated.get("num_key_value_heads", heads)
+    if head_dim is None and hidden and heads and hidden % heads == 0:
+        head_dim = hidden // heads
+    due = {"mlp.gate_proj.weight": (inner, hidden), "mlp.down_proj.weight": (hidden, inner)}
+    # Where full layers have another width of head, which of the two a layer has is for the parser to say.
+    plain = draft.spec is not None and draft.spec.family in _PLAIN_HEADS and "global_head_dim" not in stated
+    if head_dim and heads and plain:
+        due |= {"self_attn.k_proj.weight": (kv * head_dim, None), "self_attn.o_proj.weight": (hidden, heads * head_dim)}
+    seen = 0
+    for tensor in draft.binding.expected.values():
+        for end, shape in due.items():
+            if tensor.name.startswith("layers.") and tensor.name.endswith(f".{end}"):
+                for got, size in zip(tensor.shape, shape, strict=True):
+                    assert size is None or got == size, tensor.name
+                seen += 1
+    assert seen or draft.spec is None or draft.spec.family not in _PLAIN_HEADS or name in _NOT_SO_NAMED
+
+
+#: Families whose layers have q, k, v and o of `num_attention_heads` and `num_key_value_heads`.
+_PLAIN_HEADS = ("eagle1", "eagle3", "peagle", "dflash", "dflash2", "domino", "dflare", "dspark")
+#: DeepSeek-V4's stages name and size theirs otherwise.
+_NOT_SO_NAMED = {"dspark--embedded-DeepSeek-V4-Flash.json", "dspark--embedded-DeepSeek-V4-Pro-shape.json"}
+
+
 @pytest.mark.parametrize("name", WITH_SHAPES)
 def test_expected_tensors_have_the_published_shapes(tmp_path: Path, name: str) -> None:
     draft = opened(tmp_path, name)

@@ -418,7 +418,8 @@ def test_modelopt_names_are_the_same_draft(tmp_path: Path) -> None:
     draft = load(Checkpoint.open(tmp_path))
     assert draft.binding is not None
     assert (draft.binding.missing, draft.binding.unexpected) == ((), ())
-    assert check_draft(tmp_path).ok
+    # Read right here; engines look for the heads under their prefixes.
+    assert {result.id for result in check_draft(tmp_path) if result.status == "failed"} == {"dspark.heads"}
 
 
 def test_kimi_k3_has_the_tensors_of_the_published_head(tmp_path: Path) -> None:

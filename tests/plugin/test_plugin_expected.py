@@ -7,6 +7,7 @@ nobody needs any more and nobody hears of, and a misspelled line that is read as
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,35 @@ def test_the_line_that_names_the_draft_comes_first() -> None:
         ExpectedFailure(id="taps.order", draft=None, reason="all"),
         ExpectedFailure(id="taps.order", draft="a", reason="one"),
     ]
-    assert reason_for(listed, "taps.order", "a") == "one"
-    assert reason_for(listed, "taps.order", "b") == "all"
-    assert reason_for(listed, "taps.range", "a") is None
+    assert reason_for(listed, "taps.order", ["a"]) == "one"
+    assert reason_for(listed, "taps.order", ["b", "a"]) == "one"
+    assert reason_for(listed, "taps.order", ["b"]) == "all"
+    assert reason_for(listed, "taps.range", ["a"]) is None
+
+
+@pytest.mark.parametrize("name", ["my draft[1]", "my_draft_1_"])
+def test_a_directorys_own_name_is_the_draft(pytester: pytest.Pytester, wrong: Path, name: str) -> None:
+    path = wrong.rename(wrong.parent / "my draft[1]")
+    ini(pytester, f"{ID}[{name}]: the next export unties it")
+    result = run(pytester, path)
+    result.assert_outcomes(xfailed=1)
+    result.stdout.no_fnmatch_line("*names no draft*")
+
+
+def test_the_last_part_of_a_longer_label_is_the_draft(pytester: pytest.Pytester, wrong: Path) -> None:
+    paths = [Path(shutil.copytree(wrong, wrong.parent / folder / "wrong")) for folder in ("a", "b")]
+    ini(pytester, f"{ID}[wrong]: all of ours are tied")
+    run(pytester, *paths).assert_outcomes(xfailed=2)
+    ini(pytester, f"{ID}[a/wrong]: this one is")
+    run(pytester, *paths).assert_outcomes(xfailed=1, failed=1)
+
+
+def test_a_name_that_no_draft_of_the_run_has_is_mentioned(pytester: pytest.Pytester, wrong: Path) -> None:
+    ini(pytester, f"{ID}[worng]: known", "taps.order[worng]: known")
+    result = run(pytester, wrong)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["WARNING: draft_expected_failures names no draft of this run: worng"])
+    ini(pytester, f"{ID}[worng]: known", f"{ID}[wrong]: known")
+    run(pytester, wrong).stdout.no_fnmatch_line("*names no draft*")
+    ini(pytester, f"{ID}: known")
+    run(pytester, wrong).stdout.no_fnmatch_line("*names no draft*")

@@ -62,3 +62,25 @@ def test_the_ini_twin_and_the_command_line(run: Run, pytester: pytest.Pytester, 
     result = run(SERVING, model=eagle3)
     assert result.ret == 4
     result.stderr.fnmatch_lines(["ERROR: --draft-serve: *did you mean algorithm?"])
+
+
+def test_what_was_passed_over_is_named(run: Run, eagle3: Path) -> None:
+    serve = "--draft-serve=python -m sglang.launch_server --model-path X --speculative-algorithm EAGLE --port 30000"
+    result = run(SERVING, serve, model=eagle3)
+    result.assert_outcomes(failed=1, skipped=2)
+    result.stdout.fnmatch_lines(["draft-serve: no check looks at --model-path, --port"])
+
+
+@pytest.mark.parametrize("option", ["--draft-engine=sglang", "--draft-serve=tp=2", "--draft-checks=rope"])
+def test_without_a_draft_one_line_says_so(run: Run, option: str) -> None:
+    result = run(option, model=None)
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    name = option.partition("=")[0]
+    lines = [line for line in result.outlines if line.startswith("WARNING")]
+    assert lines == [f"WARNING: {name}: no draft was judged, since --draft-model=DIR is missing"]
+
+
+def test_with_a_draft_or_from_the_ini_file_nothing_is_said(run: Run, pytester: pytest.Pytester, eagle3: Path) -> None:
+    run(SERVING, "--draft-engine=sglang", model=eagle3).stdout.no_fnmatch_line("*is missing")
+    pytester.makeini("[pytest]\ndraft_engine = sglang\n")
+    run(model=None).stdout.no_fnmatch_line("*is missing")

@@ -43,7 +43,7 @@ def measured(place: Path) -> Entry:
 def judged(place: Path, file: Path, entry: Entry) -> tuple[str, str]:
     baseline.update(file, {"draft": entry})
     report = api.check_draft(
-        place / "draft", place / "target", checks="acceptance", trace=place / "trace", baseline=file
+        place / "draft", place / "target", checks="acceptance.length", trace=place / "trace", baseline=file
     )
     result = report["acceptance.length"]
     assert result.figures["accepted_length"] == pytest.approx(measured(place).accepted_length)
@@ -51,13 +51,13 @@ def judged(place: Path, file: Path, entry: Entry) -> tuple[str, str]:
 
 
 def test_without_a_trace_it_stays_open(place: Path) -> None:
-    result = api.check_draft(place / "draft", checks="acceptance")["acceptance.length"]
+    result = api.check_draft(place / "draft", checks="acceptance.length")["acceptance.length"]
     assert (result.status, result.want) == ("inconclusive", "trace")
     assert result.message == "needs recorded hidden states of the target: --draft-trace=DIR"
 
 
 def test_without_a_baseline_it_reports(place: Path) -> None:
-    report = api.check_draft(place / "draft", place / "target", checks="acceptance", trace=place / "trace")
+    report = api.check_draft(place / "draft", place / "target", checks="acceptance.length", trace=place / "trace")
     result = report["acceptance.length"]
     assert result.status == "passed"
     assert result.message.startswith("accepted length 1.")
@@ -94,7 +94,11 @@ def test_a_baseline_of_something_else_judges_nothing(place: Path, tmp_path: Path
     assert (status, "with 3 drafted tokens a round, not 4" in message) == ("inconclusive", True)
     baseline.update(tmp_path / "empty.json", {"somebody": entry})
     report = api.check_draft(
-        place / "draft", place / "target", checks="acceptance", trace=place / "trace", baseline=tmp_path / "empty.json"
+        place / "draft",
+        place / "target",
+        checks="acceptance.length",
+        trace=place / "trace",
+        baseline=tmp_path / "empty.json",
     )
     assert "the baseline has no entry of draft" in report["acceptance.length"].message
 
@@ -112,7 +116,7 @@ def test_agreement_with_a_text_is_not_judged(place: Path, tmp_path: Path) -> Non
     (tmp_path / "trace").mkdir()
     target.record(tmp_path / "trace" / "hs_0.safetensors", target.continued([1], 60), prompt=None, last=False)
     baseline.update(tmp_path / "b.json", {"draft": Entry(accepted_length=5.0, rounds=1, draft_tokens=4, trace="x")})
-    report = api.check_draft(path, checks="acceptance", trace=tmp_path / "trace", baseline=tmp_path / "b.json")
+    report = api.check_draft(path, checks="acceptance.length", trace=tmp_path / "trace", baseline=tmp_path / "b.json")
     result = report["acceptance.length"]
     assert result.status == "passed"
     assert result.message.startswith("agreement with the recorded text ")

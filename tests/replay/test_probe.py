@@ -10,7 +10,7 @@ that are random. So that reading is accepted always, and any other by chance.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ from pytest_specdecode.families import Draft
 from pytest_specdecode.replay import Trace
 from pytest_specdecode.replay.probe import ALPHA, ProbeResult, holm, mcnemar, probe, settled_by
 from pytest_specdecode.replay.readings import CONVENTIONS, OtherReading, other_readings
-from pytest_specdecode.replay.run import Replayer
+from pytest_specdecode.replay.run import Replayer, operations
 from pytest_specdecode.replay.target_weights import TargetWeights
 from pytest_specdecode.spec import DraftSpec
 from pytest_specdecode.target import Target
 
-VOCAB, LENGTH, PROMPT, HIDDEN = 64, 130, 4, 64
+VOCAB, LENGTH, PROMPT, HIDDEN, COUNT = 64, 130, 4, 64, 3
 #: The states that are recorded: those that are tapped, their neighbours, and the last one.
 LAYERS = [1, 2, 3, 7, 8, 9, 12, 13, 14]
 Tensors = dict[str, torch.Tensor]
@@ -72,13 +72,12 @@ def case(family: str, name: str, declared: str, together: int = 1, **config: Any
 
 FC_NORM = {f"fc_norm.{index}.weight": (HIDDEN,) for index in range(3)}
 DFLASH = {"mask_token_id": 3, "target_layer_ids": [1, 7, 12], "block_size": 6}
-ROTARY = {"rope_theta": 100.0}
 CASES = [
     case("eagle3", "theta 10000", "theta 100", rope_theta=100.0),
     case("eagle3", "theta 1e6", "theta 100", rope_theta=100.0),
     case("eagle3", "theta 3000", "theta 100", rope_theta=100.0),
-    case("eagle3", "interleaved", "neox", **ROTARY),
-    case("eagle3", "partial rotary 0.5", "partial rotary off", **ROTARY),
+    case("eagle3", "interleaved", "neox", rope_theta=100.0),
+    case("eagle3", "partial rotary 0.5", "partial rotary off", rope_theta=100.0),
     case("eagle3", "taps reversed", "taps [2, 8, 13]"),
     case("eagle3", "taps sorted", "taps [8, 2, 13]", eagle_aux_hidden_state_layer_ids=[8, 2, 13], eagle_config=...),
     case("eagle3", "taps +1", "taps [2, 8, 13]"),
@@ -86,17 +85,17 @@ CASES = [
     case("eagle3", "normed residual", "raw residual"),
     case("eagle3", "recycled state normed", "recycled state raw", together=2),
     case("eagle3", "hidden-first", "embed-first"),
-    case("eagle3", "fc_norm on", "fc_norm off", tensors=FC_NORM),
+    case("eagle3", "fc_norm on", "fc_norm off", together=2, tensors=FC_NORM),
     case("eagle3", "norm_before_fc on", "norm_before_fc off", tensors={"input_norm.weight": (3 * HIDDEN,)}),
     case("eagle3", "window 3", "no window", sliding_window=3),
     case("eagle3", "d2t as ids", "d2t as offsets"),
-    case("eagle3-mla", "neox", "interleaved", **ROTARY),
-    case("peagle", "interleaved", "neox", **ROTARY),
+    case("eagle3-mla", "neox", "interleaved", rope_theta=100.0),
+    case("peagle", "interleaved", "neox", rope_theta=100.0),
     case("eagle1", "hidden-first", "embed-first"),
     case("mtp", "hidden-first", "embed-first"),
     case("dflash", "theta 1e6", "theta 100", rope_theta=100.0),
-    case("dflash", "interleaved", "neox", **ROTARY),
-    case("dflash", "partial rotary 0.5", "partial rotary off", **ROTARY),
+    case("dflash", "interleaved", "neox", rope_theta=100.0),
+    case("dflash", "partial rotary 0.5", "partial rotary off", rope_theta=100.0),
     case("dflash", "taps reversed", "taps [2, 8, 13]"),
     case("dflash", "taps +1", "taps [2, 8, 13]"),
     case("dflash", "anchor row drafts", "first mask row drafts"),
@@ -120,6 +119,8 @@ def written(directory: Path, item: Case) -> Draft:
                 tensors[name] *= 4
             if name.endswith("o_proj.weight"):
                 tensors[name] *= 6
+            if name == "fc.weight":
+                tensors[name] *= 10
         for name, shape in item.tensors.items():
             tensors[name] = 1 + torch.randn(shape, generator=chance)
         if "d2t" in tensors:
@@ -130,6 +131,10 @@ def written(directory: Path, item: Case) -> Draft:
     config: dict[str, Any] = {"vocab_size": VOCAB}
     if item.family in ("eagle3", "eagle3-mla", "peagle"):
         config["draft_vocab_size"] = VOCAB // 2
+    if item.family == "eagle3-mla":
+        config |= {"eagle_aux_hidden_state_layer_ids": [2, 8, 13], "eagle_config": ...}
+    if item.family == "peagle":
+        config["mask_token_id"] = 3
     if item.family in ("dflash", "dspark"):
         nested = testing.tiny_config(item.family).get("dflash_config") or {}
         if nested:
@@ -183,14 +188,15 @@ def record(
     with torch.no_grad():
         for start in range(PROMPT - 1, length - together, together):
             recording.tokens = tokens
-            drafted = model.read(recording).draft(torch.tensor([start]), together)
-            tokens[start + 1 : start + 1 + together] = drafted[0]
+            # A block's rows look at one another, so that as many are drafted as later on.
+            drafted = model.read(recording).draft(torch.tensor([start]), COUNT)
+            tokens[start + 1 : start + 1 + together] = drafted[0, :together]
     save()
     return Trace.open(directory)
 
 
 def probed(draft: Draft, replayer: Replayer, trace: Trace, place: Path) -> ProbeResult:
-    return probe(replayer, trace, other_readings(draft, Target.open(place)), draft_tokens=3)
+    return probe(replayer, trace, other_readings(draft, Target.open(place)), draft_tokens=COUNT)
 
 
 def named(draft: Draft, place: Path, name: str) -> OtherReading:
@@ -222,3 +228,240 @@ def test_the_reading_that_wrote_the_text_is_named(item: Case, place: Path, tmp_p
         assert back is not None
         assert (back.verdict, back.only_declared, back.only_other) == ("worse", first.only_other, first.only_declared)
     assert again.declared == first.rate
+
+
+def test_every_convention_is_misread_once() -> None:
+    """By those that only engines take otherwise in another test."""
+    of_engines = {"value scale", "mask token"}
+    drafts = {item.family: testing.tiny_config(item.family) for item in CHOSEN}
+    assert set(drafts) == {"eagle3", "eagle3-mla", "peagle", "eagle1", "mtp", "dflash", "dspark"}
+    assert {key for item in CHOSEN for key in [KEYS[item.name]]} == {item.key for item in CONVENTIONS} - of_engines
+
+
+CHOSEN: list[Case] = [param.values[0] for param in CASES]
+KEYS = {
+    **dict.fromkeys(("theta 10000", "theta 1e6", "theta 3000"), "theta"),
+    **dict.fromkeys(("interleaved", "neox"), "rope style"),
+    **dict.fromkeys(("taps reversed", "taps sorted", "taps +1", "taps -1"), "taps"),
+    **dict.fromkeys(("anchor row drafts", "first mask row drafts"), "anchor row"),
+    "partial rotary 0.5": "partial rotary",
+    "normed residual": "residual",
+    "recycled state normed": "recycled state",
+    "hidden-first": "order of halves",
+    "fc_norm on": "norm per tap",
+    "norm_before_fc on": "norm before fc",
+    "window 3": "window",
+    "d2t as ids": "d2t",
+    "causal": "causality",
+}
+
+
+def test_one_reading_changes_one_thing(place: Path, tmp_path: Path) -> None:
+    """No reading is the declared one, no two are the same, and each can be told by name."""
+    for family in ("eagle3", "dflash", "mtp"):
+        draft = open_draft(testing.write_tiny(tmp_path / family, family))
+        others = other_readings(draft, Target.open(place))
+        specs = [draft.spec, *(item.spec for item in others)]
+        assert all(one != two for place, one in enumerate(specs) for two in specs[:place])
+        names = [item.name for item in others]
+        assert len(set(names)) == len(names)
+        assert all(item.name != item.declared for item in others)
+
+
+# --- what engines take ---
+
+
+def test_what_an_engine_takes_is_a_reading_too(place: Path, tmp_path: Path) -> None:
+    draft = open_draft(testing.write_tiny(tmp_path / "draft", "dflash"))
+    values: dict[str, list[Any]] = {
+        "rope-theta": [123.0, None, "many", 1000000.0],
+        "value-scale": [0.5],
+        "mask-token-id": [7, True],
+        "taps": [[2, 10], [1, 2, 3]],
+        "sliding-window": [(None, 8), (None,)],
+    }
+    names = [item.name for item in other_readings(draft, None, values)]
+    assert {"theta 123", "value scale 0.5", "mask token 7", "taps [1, 2, 3]", "window 8 in some layers"} <= set(names)
+    assert not any("many" in name or "True" in name or "[2, 10]" in name for name in names)
+
+
+def check(draft: Path, place: Path, trace: Path, **options: Any) -> Any:
+    return api.check_draft(draft, place, checks="acceptance.conventions", trace=trace, draft_tokens=COUNT, **options)[
+        "acceptance.conventions"
+    ]
+
+
+def test_the_check_names_the_reading_with_figures(place: Path, tmp_path: Path) -> None:
+    draft = written(tmp_path / "draft", CHOSEN[3])
+    replayer = Replayer(draft, TargetWeights(place))
+    record(tmp_path / "trace", replayer, named(draft, place, "interleaved").spec)
+    result = check(tmp_path / "draft", place, tmp_path / "trace")
+    figures = result.figures
+    (other,) = [item for item in figures["readings"] if item["reading"] == "interleaved"]
+    ours, theirs = figures["declared"]["accepted_length"], other["accepted_length"]
+    assert result.status == "failed"
+    assert result.findings[0].severity == "error"
+    assert result.message == f"declared neox, {ours:.2f}; interleaved, {theirs:.2f}"
+    assert theirs > 2 > ours
+    # TensorRT-LLM's class takes halves whatever the file says.
+    outcome = result.findings[0].outcomes["tensorrt-llm"]
+    assert (outcome.outcome, outcome.message.rpartition(": about ")[2]) == ("serves wrong", f"{ours:.2f}")
+    assert json.loads(json.dumps(result.to_dict()))["figures"]["readings"][0]["verdict"] in ("better", "worse", "open")
+    # The same figure as the other check's.
+    served = api.replay(tmp_path / "draft", tmp_path / "trace", place, COUNT)
+    assert ours == pytest.approx(served.accepted_length)
+
+
+def test_the_check_passes_and_says_what_engines_will_read(place: Path, tmp_path: Path) -> None:
+    """TensorRT-LLM's class never norms the residual."""
+    item = replace(CHOSEN[3], config={"norm_before_residual": True, "rope_theta": 100.0})
+    draft = written(tmp_path / "draft", item)
+    replayer = Replayer(draft, TargetWeights(place))
+    record(tmp_path / "trace", replayer, replayer.spec)
+    result = check(tmp_path / "draft", place, tmp_path / "trace", engines=["vllm", "tensorrt-llm"])
+    assert result.status == "passed"
+    (raw,) = [item for item in result.figures["readings"] if item["reading"] == "raw residual"]
+    lengths = result.figures["engines"]
+    ours, theirs = result.figures["declared"]["accepted_length"], raw["accepted_length"]
+    assert (lengths["vllm"]["differs"], lengths["vllm"]["accepted_length"]) == ([], ours)
+    assert (lengths["tensorrt-llm"]["differs"], lengths["tensorrt-llm"]["accepted_length"]) == (
+        ["raw residual"],
+        theirs,
+    )
+    assert f"{ours:.2f} as declared; worse: " in result.message
+    assert f"vLLM will read as declared: about {ours:.2f}" in result.message
+    assert f"TensorRT-LLM will read raw residual: about {theirs:.2f}" in result.message
+    assert "SGLang" not in result.message
+
+
+def test_a_short_trace_settles_nothing_and_says_how_much_would(place: Path, tmp_path: Path) -> None:
+    draft = written(tmp_path / "draft", CHOSEN[3])
+    replayer = Replayer(draft, TargetWeights(place))
+    record(tmp_path / "trace", replayer, named(draft, place, "interleaved").spec, length=9)
+    result = check(tmp_path / "draft", place, tmp_path / "trace")
+    assert result.status == "inconclusive"
+    assert result.message.startswith("a trace of 9 tokens tells no other reading from the declared one (")
+    assert all(item["verdict"] == "open" for item in result.figures["readings"])
+    for item in result.figures["readings"]:
+        assert item["settled_by_tokens"] > item["compared"]
+        assert f"{item['reading']} " in result.message
+        assert f"about {item['settled_by_tokens']:,} tokens would settle" in result.message
+
+
+def test_what_a_trace_cannot_tell_is_listed_beside_what_it_can(place: Path, tmp_path: Path) -> None:
+    """A window as long as the trace changes nothing."""
+    item = replace(CHOSEN[3], config={"sliding_window": 4000, "rope_theta": 100.0})
+    draft = written(tmp_path / "draft", item)
+    replayer = Replayer(draft, TargetWeights(place))
+    record(tmp_path / "trace", replayer, replayer.spec)
+    result = check(tmp_path / "draft", place, tmp_path / "trace")
+    assert result.status == "passed"
+    (window,) = [item for item in result.figures["readings"] if item["convention"] == "window"]
+    assert (window["verdict"], window["only_declared"], window["only_other"], window["p"]) == ("open", 0, 0, 1.0)
+    listed = f"window 4000 {window['accepted_length']:.2f} (about {window['settled_by_tokens']:,} tokens"
+    assert listed in result.message.partition("not told apart: ")[2]
+
+
+def test_a_trace_that_the_draft_cannot_be_replayed_on_leaves_it_open(place: Path, tmp_path: Path) -> None:
+    draft = written(tmp_path / "draft", CHOSEN[3])
+    replayer = Replayer(draft, TargetWeights(place))
+    record(tmp_path / "trace", replayer, replayer.spec, length=12)
+    report = api.check_draft(tmp_path / "draft", checks="acceptance.conventions", trace=tmp_path / "trace")
+    result = report["acceptance.conventions"]
+    assert (result.status, result.want) == ("inconclusive", "target")
+    assert check(tmp_path / "draft", place, tmp_path / "trace").status == "inconclusive"
+
+
+# --- the work ---
+
+
+def test_weights_are_read_once_for_all_readings(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pytest_specdecode.checkpoint import Checkpoint
+
+    draft = written(tmp_path / "draft", CHOSEN[3])
+    record(tmp_path / "trace", Replayer(draft, TargetWeights(place)), draft_spec(draft), length=40)
+    read: list[str] = []
+    original = Checkpoint.tensor
+
+    def noted(self: Checkpoint, name: str, rows: slice | None = None) -> torch.Tensor:
+        read.append(name)
+        return original(self, name, rows)
+
+    monkeypatch.setattr(Checkpoint, "tensor", noted)
+    probed(draft, Replayer(draft, TargetWeights(place)), Trace.open(tmp_path / "trace"), place)
+    # The map of ids is asked for by every reading of it, and the head for its size.
+    assert {name for name in read if read.count(name) > 1} <= {"d2t", "lm_head.weight"}
+
+
+def draft_spec(draft: Draft) -> DraftSpec:
+    assert draft.spec is not None
+    return draft.spec
+
+
+def test_too_much_work_leaves_out_starts_the_same_for_all(place: Path, tmp_path: Path) -> None:
+    draft = written(tmp_path / "draft", CHOSEN[3])
+    replayer = Replayer(draft, TargetWeights(place))
+    other = named(draft, place, "interleaved")
+    trace = record(tmp_path / "trace", replayer, other.spec)
+    whole = probe(replayer, trace, [other], draft_tokens=COUNT)
+    most = 2 * operations(replayer, COUNT) * (whole.starts // 2)
+    half = probe(replayer, trace, [other], draft_tokens=COUNT, most_operations=most)
+    assert (whole.sampled, half.sampled) == (False, True)
+    assert half.starts < 0.6 * whole.starts
+    assert half.comparisons[0].compared == half.starts
+    assert half.better[0].reading.name == "interleaved"
+
+
+# --- the statistics ---
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "p"),
+    [
+        (0, 0, 1.0),
+        (0, 5, 2 / 32),
+        (5, 1, 2 * (1 + 6) / 64),
+        (3, 3, 1.0),
+        (2, 10, 2 * (1 + 12 + 66) / 4096),
+        (500, 500, 1.0),
+        (0, 5000, 0.0),
+    ],
+)
+def test_mcnemar_by_hand(one: int, other: int, p: float) -> None:
+    """Sums of binomial coefficients, written out."""
+    assert mcnemar(one, other) == mcnemar(other, one) == p
+
+
+def test_holm_by_hand() -> None:
+    """0.01 three times over, 0.03 twice, 0.04 no less than that."""
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+@pytest.mark.parametrize(
+    ("compared", "one", "other", "tokens", "difference"),
+    [
+        # (2.5758 * 0.1 + 0.8416 * sqrt(0.0099))^2 / 0.0001
+        (10, 0, 0, 1165, 0.01),
+        # As long as that already: half of it, (2.5758 * sqrt(0.005) + 0.8416 * sqrt(0.004975))^2 / 0.000025
+        (2000, 0, 0, 2333, 0.005),
+        # (2.5758 * sqrt(0.3) + 0.8416 * sqrt(0.26))^2 / 0.04
+        (20, 1, 5, 85, 0.2),
+        # All on one side at every token: eight pairs, 2 / 2^8 < 0.01 < 2 / 2^7
+        (4, 0, 4, 8, 1.0),
+    ],
+)
+def test_the_tokens_that_would_settle_it_by_hand(
+    compared: int, one: int, other: int, tokens: int, difference: float
+) -> None:
+    found = settled_by(compared, one, other)
+    assert found[0] == pytest.approx(tokens, abs=1)
+    assert found[1] == difference
+    assert settled_by(compared, one, other, tests=10)[0] > found[0]
+
+
+def test_chance_does_not_make_a_reading_better() -> None:
+    """Five starts to none are not enough among ten readings, sixteen to none are."""
+    assert holm([mcnemar(0, 5)] + [1.0] * 9)[0] > ALPHA
+    assert holm([mcnemar(0, 16)] + [1.0] * 9)[0] < ALPHA

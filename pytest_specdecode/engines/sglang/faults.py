@@ -208,6 +208,14 @@ FAULTS: dict[str, Known] = {
         source=f"{_LLAMA}, {_DRAFT}",
     ),
     "architecture-unknown": stops("has no class for the label", "srt/models"),
+    "activation": stops(
+        "Unsupported activation: <name>. Only silu is supported for now.", f"{_LLAMA}, srt/models/dflash.py"
+    ),
+    "model-type-unknown": stops("AutoConfig raises at start, where it has no class of its own", "issue 25673"),
+    "rope-type-unknown": stops("ValueError: Unknown RoPE scaling type <name>", "srt/layers/rotary_embedding"),
+    "mtp-count-missing": stops(
+        "ValueError: num_nextn_predict_layers is not in the config", "srt/models/deepseek_nextn.py"
+    ),
     "null-value": stops(
         "StrictDataclassFieldValidationError: Validation error for field",
         "transformers 5; Model-Optimizer triage guide",

@@ -7,11 +7,14 @@ Names are compared as SGLang does: algorithms without regard to case, `NEXTN` as
 
 from __future__ import annotations
 
+import difflib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_specdecode.engines.base import Refusal, ServingRule, falls_back, serves_wrong, stops
 from pytest_specdecode.engines.options import ServeOptions
+from pytest_specdecode.engines.ranks import heads_divide
 from pytest_specdecode.engines.sglang.fused_path import why_not_fused
 from pytest_specdecode.families import Draft
 from pytest_specdecode.findings import Outcome
@@ -19,6 +22,7 @@ from pytest_specdecode.spec import GQASpec, RopeSpec
 from pytest_specdecode.target import Target
 
 _HOOK = "srt/arg_groups/speculative_hook.py"
+_MODELS = "srt/models/llama.py, dflash.py"
 _OVERRIDES = "srt/arg_groups/overrides.py"
 
 #: Families that each algorithm serves.
@@ -61,8 +65,15 @@ def _algorithm(draft: Draft, target: Target | None, serve: ServeOptions) -> Iter
         return
     due = [name for name, families in _SERVED.items() if family in families]
     if algorithm not in _SERVED:
+        message = f"{algorithm} is no algorithm that is known"
+        if near := difflib.get_close_matches(algorithm, _SERVED, n=1, cutoff=0.75):
+            # Misspelled, and not one that is newer than what was read.
+            yield _about_algorithm(
+                f"{message}; {near[0]} is", stops("an invalid choice to its argument parser"), serve, due
+            )
+            return
         outcome = Outcome(outcome="unknown", message="no algorithm of this name was seen in its code")
-        yield _about_algorithm(f"{algorithm} is no algorithm that is known", outcome, serve, due, doubtful=True)
+        yield _about_algorithm(message, outcome, serve, due, doubtful=True)
     elif family not in _SERVED[algorithm]:
         yield _about_algorithm(
             f"{algorithm} is not the algorithm of {family} drafts", _mismatch(algorithm, family), serve, due
@@ -282,6 +293,14 @@ def _block(draft: Draft, target: Target | None, serve: ServeOptions) -> Iterator
             got=rows,
             due=f"at most {trained}, the anchor counted",
             fix=f"start with num-draft-tokens={trained}",
+        )
+    if rows == 1:
+        yield _about_tokens(
+            "a block of one row holds the anchor and no draft",
+            Outcome(outcome="unknown", message="asks for a positive number only"),
+            "num-draft-tokens" if forced is None else "dflash-block-size",
+            rows,
+            "at least 2, the anchor counted",
         )
     window, block = serve["draft-window-size"], rows if rows is not None else trained
     if window is not None and window > 0 and block is not None and window < block:
@@ -560,6 +579,13 @@ SERVING: tuple[ServingRule, ...] = (
     _algorithm,
     _parallelism,
     _others,
+    heads_divide(
+        frozenset(itertools.chain.from_iterable(_SERVED.values())),
+        stops(
+            "asserts that the heads divide among the ranks, and KV heads too or the ranks among them: AssertionError",
+            _MODELS,
+        ),
+    ),
     _draft_backend,
     _tree,
     _positive,

@@ -168,6 +168,15 @@ FAULTS: dict[str, Known] = {
     "architecture-unknown": stops(
         "registers no class for the label", f"{_REGISTRY}, transformers_utils/configs/eagle.py"
     ),
+    "activation": stops(
+        "Unsupported activation: <name>. Only silu is supported for now.", "model_executor/models/llama.py"
+    ),
+    "model-type-unknown": stops(
+        "AutoConfig raises at start, where it has no class of its own", "transformers_utils/config.py"
+    ),
+    "rope-type-unknown": stops(
+        "ValueError: Unknown RoPE scaling type <name>", "model_executor/layers/rotary_embedding"
+    ),
     "null-value": stops(
         "StrictDataclassFieldValidationError: Validation error for field",
         "transformers 5; Model-Optimizer triage guide",

@@ -6,10 +6,12 @@ Read from `vllm/config/speculative.py`, `v1/worker/gpu/spec_decode` and issues. 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 
 from pytest_specdecode.engines.base import Refusal, ServingRule, fine, serves_wrong, stops
 from pytest_specdecode.engines.options import ServeOptions
+from pytest_specdecode.engines.ranks import heads_divide
 from pytest_specdecode.families import Draft
 from pytest_specdecode.findings import Outcome
 from pytest_specdecode.spec import GQASpec
@@ -32,6 +34,11 @@ _SERVED: Mapping[str, tuple[str, ...]] = {
 #: RoPE types whose tables are made for the served length, whatever the draft states.
 _GROWING = ("default", "linear", "llama3", "ntk", "proportional")
 _BLOCKS = ("dflash", "dflash2", "domino", "dspark")
+_DRAFTS = frozenset(family for families in _SERVED.values() for family in families)
+_UNDIVIDED = stops(
+    "wants attention heads that divide among the ranks, and KV heads that do or that the ranks divide among",
+    "config/model.py",
+)
 
 
 def _method(draft: Draft, target: Target | None, serve: ServeOptions) -> Iterator[Refusal]:
@@ -40,19 +47,25 @@ def _method(draft: Draft, target: Target | None, serve: ServeOptions) -> Iterato
     if stated is None or draft.spec is None:
         return
     family, method = draft.spec.family, str(stated).lower()
+    if method.endswith("_mtp"):
+        # The names by model, deepseek_mtp and its like, are deprecated ones of the same method.
+        method = "mtp"
     due = [name for name, families in _SERVED.items() if family in families]
     if method in _SERVED and family in _SERVED[method]:
         return
     known = method in _SERVED
+    near = [] if known else difflib.get_close_matches(method, _SERVED, n=1, cutoff=0.75)
     yield Refusal(
         topic="algorithm",
         message=f"{method} is not the method of {family} drafts" if known else f"{method} is no method that is known",
-        outcome=Outcome(outcome="unknown"),
+        outcome=stops("its validation of speculative_config refuses the method", _CONFIG)
+        if near
+        else Outcome(outcome="unknown"),
         option="method",
         got=stated,
         due=due[0] if due else "no method of this engine is known to serve this draft",
         fix=f"start with method={due[0]}" if due else "",
-        doubtful=not known,
+        doubtful=not known and not near,
     )
 
 
@@ -178,4 +191,12 @@ def _context(draft: Draft, target: Target | None, serve: ServeOptions) -> Iterat
     )
 
 
-SERVING: tuple[ServingRule, ...] = (_method, _positive, _block, _modules, _kv_cache, _context)
+SERVING: tuple[ServingRule, ...] = (
+    _method,
+    _positive,
+    _block,
+    _modules,
+    heads_divide(_DRAFTS, _UNDIVIDED),
+    _kv_cache,
+    _context,
+)
