@@ -8,8 +8,8 @@ raises, and `check_draft`, which reports.
 from __future__ import annotations
 
 import json
-import re
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable

@@ -56,7 +56,9 @@ def test_a_users_test_file_passes_on_the_draft(pytester: pytest.Pytester) -> Non
     """The file is run as a user would, the suite beside it."""
     pytester.copy_example(str(EXAMPLES / "test_my_draft.py"))
     model = EXAMPLES / "checkpoints" / "dflash-tiny"
-    result = pytester.runpytest_subprocess(f"--draft-model={model}", "test_my_draft.py", "--draft-checks=taps,config.family")
+    result = pytester.runpytest_subprocess(
+        f"--draft-model={model}", "test_my_draft.py", "--draft-checks=taps,config.family"
+    )
     result.assert_outcomes(passed=6 + 7)
 
 

@@ -747,7 +747,9 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             follow=("layers.build",),
         ),
     ),
-    "rope.theta-agrees": (Mutation(apply=_two_bases, families=_ROTATING, weights=None),),
+    "rope.theta-agrees": (
+        Mutation(apply=_two_bases, families=_ROTATING, weights=None, follow=("rope.scaling-complete",)),
+    ),
     "rope.scaling-complete": (
         Mutation(
             apply=_half_a_scaling, families=_ROTATING, weights=None, follow=("layers.build", "fused-kv.engine-path")
@@ -856,7 +858,9 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         )
         for axis in ("rope-theta", "rope-scaling", "rotary-dim")
     },
-    "fused-kv.tensor-parallel": (Mutation(apply=_too_many_ranks, families=_STACKED, unless=_EMBEDDED),),
+    "fused-kv.tensor-parallel": (
+        Mutation(apply=_too_many_ranks, families=_STACKED, unless=_EMBEDDED, follow=("serving.algorithm",)),
+    ),
     "weights.scales": (Mutation(apply=_add_a_scale, families=_STACKED, unless=_EMBEDDED, status="warned"),),
     "weights.names": (Mutation(apply=_prefix_all, families=("eagle3-mla",), unless=("eagle3-mla-prefixed",)),),
     "rope.scaled-growth": (

@@ -93,10 +93,9 @@ def test_only_ranks_that_are_asked_for_are_an_error(ranks: int, status: str, wei
         assert "total_num_heads divisible by tp_size" in finding.outcomes["sglang"].message
 
 
-@pytest.mark.parametrize("ranks", [0, -1, 10**11])
-def test_odd_numbers_of_ranks_raise_nothing(ranks: int, tmp_path: Path) -> None:
-    result = _run("fused-kv.tensor-parallel", testing.write_tiny(tmp_path, "dflash"), f"tp={ranks}")
-    assert result.status == ("failed" if ranks > 0 else "passed")
+def test_a_huge_number_of_ranks_fails_at_once(tmp_path: Path) -> None:
+    result = _run("fused-kv.tensor-parallel", testing.write_tiny(tmp_path, "dflash"), f"tp={10**11}")
+    assert result.status == "failed"
 
 
 @pytest.mark.parametrize("family", ["dflash", "dspark", "domino", "xpress"])

@@ -375,7 +375,9 @@ def test_a_broken_tensor_is_named(tmp_path: Path, family: str, changes: dict[str
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES if isinstance(family, DFlash)])
 def test_a_tiny_draft_passes_every_check(tmp_path: Path, family: str) -> None:
     report = check_draft(write_tiny(tmp_path, family))
-    assert {result.status for result in report if not result.want} <= {"passed", "skipped"}, [str(item) for item in report]
+    assert {result.status for result in report if not result.want} <= {"passed", "skipped"}, [
+        str(item) for item in report
+    ]
 
 
 @pytest.mark.parametrize("family", RELATIVES)

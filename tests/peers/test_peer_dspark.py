@@ -9,7 +9,7 @@ draft's own heads; a context that latent attention does not see, or sees normed.
 
 speculators 0.9.0 runs its own whole model, saved by its own `save_pretrained`. DeepSpec itself is in no registry, so its Gemma 4, Qwen 3.5
 and latent layers are held against transformers' layers: a DSpark layer is one whose keys and values come from context and normed block
-side by side, so the peer's attention over both, two-sided, must give the same rows. DeepSeek-V4's stages are held in `test_peer_deepseek_v4.py`.
+side by side, so the peer's attention over both, two-sided, must give the same rows. DeepSeek-V4's stages are held in a file of their own.
 
 The peers compute angles and norms in float32, so agreement is held to 2e-5 of outputs of order one.
 """
