@@ -51,7 +51,8 @@ def impossible_values(context: Context, reported: set[str]) -> Iterator[Finding]
 def _activation(context: Context) -> Iterator[Finding]:
     layer = open_view(context.draft.checkpoint).layer
     stated = layer.raw("hidden_act")
-    if context.spec.family in STOCK and isinstance(stated, str) and stated != "silu":
+    built = ("silu", "swigluoai") if context.spec.block is not None else ("silu",)
+    if context.spec.family in STOCK and isinstance(stated, str) and stated not in built:
         yield context.fail(
             f"hidden_act is {_shown(stated)}; the classes that engines build such layers of have silu alone",
             where=f"config.json: {layer.path('hidden_act')}",

@@ -208,13 +208,18 @@ FAULTS: dict[str, Known] = {
         source=f"{_LLAMA}, {_DRAFT}",
     ),
     "architecture-unknown": stops("has no class for the label", "srt/models"),
-    "activation": stops(
-        "Unsupported activation: <name>. Only silu is supported for now.", f"{_LLAMA}, srt/models/dflash.py"
+    "activation": lambda spec: (
+        stops("Unsupported DFlash activation: <name>. Supported activations are silu and swigluoai.", _DRAFT)
+        if _drafts_blocks(spec)
+        else stops("Unsupported activation: <name>. Only silu is supported for now.", "srt/models/llama.py")
     ),
     "model-type-unknown": stops("AutoConfig raises at start, where it has no class of its own", "issue 25673"),
-    "rope-type-unknown": stops("ValueError: Unknown RoPE scaling type <name>", "srt/layers/rotary_embedding"),
+    "rope-type-unknown": stops(
+        "ValueError: Unknown RoPE scaling type <name>", "srt/layers/rotary_embedding/factory.py"
+    ),
     "mtp-count-missing": stops(
-        "ValueError: num_nextn_predict_layers is not in the config", "srt/models/deepseek_nextn.py"
+        "ValueError: num_nextn_predict_layers is not in the config",
+        "srt/models/deepseek_common/deepseek_weight_loader.py",
     ),
     "null-value": stops(
         "StrictDataclassFieldValidationError: Validation error for field",
