@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 
 from pytest_specdecode.plugin.expected import ExpectedFailure, ExpectedFailureError, parse, reason_for
-from pytest_specdecode.testing import tiny_config, write_tiny
+from pytest_specdecode.testing import tiny_config
 
 WRONG = {**tiny_config("eagle3"), "tie_word_embeddings": True}
 ID = "vocabulary.tied-embeddings"
 
 
 @pytest.fixture
-def wrong(tmp_path: Path) -> Path:
-    """An EAGLE3 draft in a directory `wrong` that fails one check."""
-    path = tmp_path / "wrong"
-    write_tiny(path, "eagle3")
+def wrong(tmp_path: Path, eagle3: Path) -> Path:
+    """A copy of the EAGLE3 draft in a directory `wrong` that fails one check."""
+    path = Path(shutil.copytree(eagle3, tmp_path / "wrong"))
     (path / "config.json").write_text(json.dumps(WRONG))
     return path
 
