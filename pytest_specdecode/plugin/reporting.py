@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
-from pytest_specdecode import api
+from pytest_specdecode import api, engines
 from pytest_specdecode.checkpoint import Checkpoint
 from pytest_specdecode.checks import REGISTRY, Check
 from pytest_specdecode.errors import DraftError, printable
@@ -34,8 +34,11 @@ class Reporter:
         self._no_baseline: DraftError | None = None
 
     def pytest_report_header(self) -> list[str]:
-        """One line per draft, with the device, and what was passed over of the server's options."""
+        """One line per draft, with the device; the engines with their versions; what was passed over of the server's options."""
         lines = [f"draft: {printable(draft.describe())}; on {self._settings.device}" for draft in self._drafts.values()]
+        if lines:
+            read = engines.versions(engines.select(self._settings.engines))
+            lines.append(f"engines, as read: {', '.join(f'{name} {version}' for name, version in read.items())}")
         serve = self._settings.serve
         if serve is not None and serve.ignored:
             lines.append(printable(f"draft-serve: no check looks at {', '.join(serve.ignored)}"))

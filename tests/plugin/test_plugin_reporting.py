@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pytest_specdecode import checks as rules
+from pytest_specdecode import engines
 from pytest_specdecode.checks import REGISTRY, Context, Inconclusive
 from pytest_specdecode.checks.registry import check
 from pytest_specdecode.findings import CheckResult, Finding, Outcome
@@ -108,7 +109,7 @@ def test_a_failure_is_its_findings_without_a_traceback(run: Run) -> None:
     )
     text = str(result.stdout)
     assert "suite.py" not in text
-    assert "sglang" not in text
+    assert "sglang:" not in text
     assert text.count("  fix:   write three") == 2
 
 
@@ -198,6 +199,12 @@ def test_the_header_has_a_line_per_draft(run: Run, eagle3: Path) -> None:
             "eagle3-tiny: *",
         ]
     )
+
+
+def test_the_header_says_which_engines_were_read(run: Run) -> None:
+    args = ("--draft-checks=rope.theta-stated", "--draft-engine=vllm")
+    run(*args).stdout.fnmatch_lines([f"engines, as read: vllm {engines.ENGINES['vllm'].version}"])
+    run(*args[:1]).stdout.fnmatch_lines(["engines, as read: sglang *, vllm *, tensorrt-llm *"])
 
 
 def test_the_report_file_holds_the_checks_that_ran(run: Run, pytester: pytest.Pytester, eagle3: Path) -> None:
