@@ -16,7 +16,7 @@ from pytest_specdecode.contracts.checkpoint_reader import CheckpointReaderContra
 from pytest_specdecode.contracts.draft_layer import DraftLayerContract
 from pytest_specdecode.contracts.fused_kv import AxisOutcome, FusedKVContract, try_axis
 from pytest_specdecode.contracts.rounding import ROUNDINGS, rounded_kv
-from pytest_specdecode.contracts.watching import last_part, watched
+from pytest_specdecode.watching import last_part, watched
 
 __all__ = [
     "ROUNDINGS",

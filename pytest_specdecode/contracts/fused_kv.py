@@ -26,7 +26,6 @@ from torch import Tensor
 from pytest_specdecode.contracts.base import DRAWN, Contract, ContractError, cases, examples
 from pytest_specdecode.contracts.fakes import as_namespace, placed, with_rows
 from pytest_specdecode.contracts.rounding import ROUNDINGS, Rounding, rounded_kv
-from pytest_specdecode.contracts.watching import last_part, watched
 from pytest_specdecode.fused_kv import AXES, eager_kv, fused_kv_reference
 from pytest_specdecode.fused_kv.tensor_parallel import rank_kv_heads, rank_layers
 from pytest_specdecode.memory import KernelMemoryError, banded_copy, still_poison
@@ -44,6 +43,7 @@ from pytest_specdecode.strategies import (
 )
 from pytest_specdecode.strategies.kernels import drawn_positions
 from pytest_specdecode.strategies.tensors import filled
+from pytest_specdecode.watching import last_part, watched
 
 #: What the fixed cases are made of: small, and no two extents equal.
 PLAIN = LayerConfig(num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=12)
