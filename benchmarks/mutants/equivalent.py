@@ -95,4 +95,50 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ("MoE.route: if self.spec.n_group > [1 => 0]:"): ("with one group every expert lies in a chosen group"),
         ("MoE.forward: if [len(row) => True]:"): ("an expert to which no row goes adds nothing"),
     },
+    "layers.rope": {
+        (
+            "RotaryEmbedding._ensure_cos_sin_cache_length: f self.max_length is not None and rows >[ => =] s"
+            "elf.max_length:"
+        ): ("where they are equal it is set to what it is"),
+        (
+            "RotaryEmbedding._ensure_cos_sin_cache_length: if self._seq_len is not None and rows >[ => =] se"
+            "lf._seq_len:"
+        ): ("where they are equal the frequencies are worked out for the same length again"),
+        (
+            "RotaryEmbedding._ensure_cos_sin_cache_length: if [scale != self._scale or not torch.equal(inv_f"
+            "req, self._inv_freq) => True]:"
+        ): ("a table made anew from the same frequencies is the same table"),
+        (
+            "RotaryEmbedding._ensure_cos_sin_cache_length: if [scale != self._scale or not => not] torch.equ"
+            "al(inv_freq, self._i"
+        ): ("no type's factor on cos and sin depends on the length"),
+        ("RotaryEmbedding._ensure_cos_sin_cache_length: if scale [! => =]= self._scale or not torch.equ"): (
+            "a table made anew from the same frequencies is the same table"
+        ),
+        ("RotaryEmbedding._ensure_cos_sin_cache_length: self._table = self._table[:[0 => 1]]"): (
+            "the row of position 0 is the same for all frequencies, and the factor does not depend on the length"
+        ),
+        ("RotaryEmbedding._apply: [super()._apply(fn, recurse) => pass]"): (
+            "the module has no parameters and no buffers"
+        ),
+        ("RotaryEmbedding._apply: super()._apply([fn, recurse => recurse, fn])"): (
+            "the module has no parameters and no buffers"
+        ),
+        ("RotaryEmbedding._apply: _table = self._table.to(fn(self._table[:[0 => ]]).device)"): (
+            "only the device is looked at"
+        ),
+        ("RotaryEmbedding._apply: _table = self._table.to(fn(self._table[:[0 => 1]]).device)"): (
+            "only the device is looked at"
+        ),
+        ("yarn_mscale: ale * math.log(factor) + 1.0 if factor >[ => =] 1.0 else 1.0"): (
+            "the logarithm of 1 is 0, so both give 1"
+        ),
+        ("_dynamic: if dim <= [2 => 3]:"): ("dim is even"),
+        ("_yarn: _freq, _float(rope, 'attention_factor', [1.0 => 2.0]))"): (
+            "the field is there, so its default is not used"
+        ),
+        ("_yarn: _freq, _float(rope, 'attention_factor', [1.0 => 0.5]))"): (
+            "the field is there, so its default is not used"
+        ),
+    },
 }

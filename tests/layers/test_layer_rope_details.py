@@ -95,6 +95,8 @@ def test_a_head_that_turns_whole(neox: bool) -> None:
         (rope("yarn", theta=1.0, scaling=YARN), "rope_theta", 1.0, None),
         (rope("yarn", scaling={**YARN, "beta_fast": 1e7}), "rope_scaling.beta_fast", 1e7, "1e-6 to 1e6"),
         (rope("yarn", scaling={**YARN, "beta_slow": 1e-7}), "rope_scaling.beta_slow", 1e-7, "1e-6 to 1e6"),
+        (rope("yarn", scaling={**YARN, "beta_slow": 7e-7}), "rope_scaling.beta_slow", 7e-7, "1e-6 to 1e6"),
+        (rope("yarn", scaling={**YARN, "beta_fast": 1e6 + 0.5}), "rope_scaling.beta_fast", 1e6 + 0.5, "1e-6 to 1e6"),
         (rope("llama3", scaling={**LLAMA3, "low_freq_factor": 4.0}), "low_freq_factor", 4.0, "< 4.0"),
         (rope("longrope", scaling={**LONGROPE, "short_factor": [1.0]}), "rope_scaling.short_factor", 1, 2),
         (rope("longrope", scaling={**LONGROPE, "long_factor": 3}), "rope_scaling.long_factor", 3, 2),
@@ -278,7 +280,8 @@ def test_dynamic_pair_by_pair(seq_len: int | None, length: int) -> None:
         ({}, 1.0 + math.log(2.0) / math.log(4096)),
         ({"factor": 8.0}, 1.0 + math.log(8.0) / math.log(4096)),
         ({"factor": 1.0}, 1.0),
-        ({"factor": 0.5}, 1.0),
+        ({"factor": 0.75}, 1.0),
+        ({"factor": 1.5}, 1.0 + math.log(1.5) / math.log(4096)),
         ({"attention_factor": 3.0}, 9.0),
     ],
 )
@@ -295,3 +298,11 @@ def test_proportional_turns_whole_pairs(stated: int | None, proportion: float | 
     got = RotaryEmbedding(rope("proportional", stated, scaling={**scaling, "factor": 4.0}), 12).inv_freq.tolist()
     due = [1e4 ** (-2 * pair / 12) / 4.0 if pair < turning else 0.0 for pair in range(6)]
     assert got == pytest.approx(due, rel=1e-13)
+
+
+def test_yarns_ramp_ends_with_the_lanes() -> None:
+    scaling = {"factor": 5.0, "original_max_position_embeddings": 1e9, "beta_fast": 1e6}
+    due = yarn_by_hand(24, 1e9, 5.0, 1e6, 1, truncate=True)
+    got = RotaryEmbedding(rope("yarn", 24, scaling=scaling), 24).inv_freq
+    assert got.tolist() == pytest.approx(due, rel=1e-13)
+    assert due[11] != due[10] / 1e4 ** (1 / 12)
