@@ -4,6 +4,8 @@ Opening costs a few small reads whatever the size of the weights, and never impo
 asked. What cannot be read is kept as a fault rather than raised, so that one bad file costs only the checks that need it; `Checkpoint.open`
 raises only where there is no checkpoint at all.
 
+A file that still lies on the Hub is fetched before it is read, by `hub.provide`; a checkpoint of our own disk pays one `stat` for that.
+
 Safetensors layout: 8 bytes little-endian header length, a JSON object, then the data that the object's offsets cover without a gap
 (https://huggingface.co/docs/safetensors).
 """
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
+from pytest_specdecode import hub
 from pytest_specdecode.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -268,6 +271,7 @@ class Checkpoint:
             return values
         found = array.array(code)
         file = self.path / header.file
+        hub.provide(file)
         try:
             with file.open("rb") as stream:
                 _seek(stream, header)
@@ -367,6 +371,7 @@ class Checkpoint:
     def _blocks(self, header: TensorHeader) -> Iterator[bytes]:
         """The data of a tensor that is stored as safetensors, some bytes at a time."""
         file = self.path / header.file
+        hub.provide(file)
         left = header.end - header.start
         try:
             with file.open("rb") as stream:
@@ -384,6 +389,7 @@ class Checkpoint:
         if file not in self._handles:
             from safetensors import safe_open
 
+            hub.provide(self.path / file)
             self._handles[file] = safe_open(self.path / file, framework="pt", device="cpu")
         return self._handles[file]
 
@@ -552,7 +558,7 @@ def read_safetensors(path: Path) -> list[TensorHeader]:
         CheckpointError: the file is something else, is cut short, or its header contradicts itself.
     """
     try:
-        with _open_regular(path) as file:
+        with _open_regular(path, header_only=True) as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if (kind := _foreign(prefix + file.read(512))) is not None:
@@ -710,8 +716,9 @@ def _read_bytes(path: Path, limit: int) -> bytes:
 
 
 @contextlib.contextmanager
-def _open_regular(path: Path) -> Iterator[BinaryIO]:
+def _open_regular(path: Path, header_only: bool = False) -> Iterator[BinaryIO]:
     """`path` open for reading; a pipe or a device is refused, and not waited for."""
+    hub.provide(path, header_only)
 
     def without_waiting(name: str, flags: int) -> int:
         return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))

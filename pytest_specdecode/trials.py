@@ -7,6 +7,8 @@ device)`, then `materialize(ctx_hidden, positions, write_layer_kv)`. A trial run
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +20,19 @@ from torch import Tensor
 
 from pytest_specdecode.fused_kv import eager_kv, fused_kv_reference
 from pytest_specdecode.launch import interpreted, triton_available
+from pytest_specdecode.memory import KernelMemoryError
 from pytest_specdecode.numerics import TOLERANCES, NumericsError, Tolerance, assert_close
 from pytest_specdecode.watching import watched
 
 Build = Callable[..., Any]
 TrialKind = Literal["refused", "broke", "right", "wrong"]
+
+#: Of an error's text, the most characters that are shown.
+MOST_TEXT = 600
+
+
+class StoppedError(Exception):
+    """An implementation raised what ends a process or a test, such as SystemExit; says what it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +41,7 @@ class Trial:
 
     Attributes:
         kind: `refused`, an error that names a layer, a ValueError or a NotImplementedError; `broke`, any other error, or an error after a
-            layer was handed over; `right`, every layer's own K and V; `wrong`, anything else.
+            layer was handed over, or an access outside a tensor; `right`, every layer's own K and V, once; `wrong`, anything else.
         text: the error as the implementation wrote it, with its type before it, or how wrong what was served is; empty where it is right.
         layer: the layer that the error names, or None.
         error: what was raised, or None.
@@ -72,23 +82,135 @@ def tried(
         layers, ctx_hidden, positions: as for `try_layers`.
         tolerances: how close is close, by dtype.
     """
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    received = Received(ctx_hidden.device)
     try:
-        with watched():
-            # A copy, since an implementation that writes to its input would otherwise move what it is held against.
-            make().materialize(
-                ctx_hidden.clone(), positions, lambda layer, k, v: seen.__setitem__(layer, (k.clone(), v.clone()))
-            )
+        with watched(), contained():
+            # Copies, since an implementation that writes to its inputs would otherwise move what it is held against.
+            make().materialize(ctx_hidden.clone(), positions.clone(), received)
     except Exception as error:
         text, layer = error_text(error), named_layer(error)
-        if seen:
-            text = f"after layer {max(seen)} was handed over, {text}"
+        if received.calls:
+            text = f"after {received.last} was handed over, {text}"
             return Trial(kind="broke", text=text, layer=layer, error=error)
-        refused = layer is not None or isinstance(error, (ValueError, NotImplementedError))
+        refused = not isinstance(error, (KernelMemoryError, StoppedError))
+        refused = refused and (layer is not None or isinstance(error, (ValueError, NotImplementedError)))
         return Trial(kind="refused" if refused else "broke", text=text, layer=layer, error=error)
-    if wrong := list(wrong_layers(layers, seen, ctx_hidden, positions, tolerances)):
-        return Trial(kind="wrong", text="; ".join(wrong[:3]), kv=seen)
-    return Trial(kind="right", kv=seen)
+    wrong = [*received.faults(len(layers)), *wrong_layers(layers, received.kv, ctx_hidden, positions, tolerances)]
+    if wrong:
+        return Trial(kind="wrong", text="; ".join(wrong[:3]), kv=received.kv)
+    return Trial(kind="right", kv=received.kv)
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Inside, what is no Exception is turned into one, so that a subject cannot end the run, nor have it skipped; but for the user's own
+    KeyboardInterrupt.
+
+    Raises:
+        StoppedError: SystemExit, a skip or the like was raised.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise StoppedError(error_text(error)) from error
+
+
+class Received:
+    """What an implementation hands over: K and V by layer, copied as they come, and what no cache could take.
+
+    It is called as `write_layer_kv` is, and never raises, since the implementation might catch it.
+
+    Args:
+        device: where K and V are due.
+
+    Attributes:
+        kv: K and V by layer; of a layer that came twice the later ones.
+        order: the layers as they came, of those that are numbers.
+        calls: how many calls there were.
+        last: what the last call was for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+        self.order: list[int] = []
+        self.calls = 0
+        self.last = ""
+        self._device = device
+        self._odd: list[str] = []
+
+    def __call__(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Take the K and V of one layer."""
+        self.calls += 1
+        try:
+            layer = operator.index(layer)
+        except TypeError:
+            self.last = f"a layer called {shortened(repr(layer), 40)}"
+            self._odd.append(f"{self.last} was handed over; its number is due")
+            return
+        self.last = f"layer {layer}"
+        self.order.append(layer)
+        odd = [f"{self.last}: {name} {said}" for name, x in (("K", k), ("V", v)) if (said := self._unlike(x))]
+        self._odd += odd
+        if not odd:
+            self.kv[layer] = k.detach().clone(), v.detach().clone()
+
+    def faults(self, num_layers: int) -> list[str]:
+        """What is wrong with the calls themselves, whatever the numbers: a layer that there is not or that came twice, or no tensor."""
+        twice = [layer for layer in dict.fromkeys(self.order) if self.order.count(layer) > 1]
+        return [
+            *self._odd,
+            *(
+                f"layer {layer} was handed over, and there are {num_layers}"
+                for layer in self.order
+                if not 0 <= layer < num_layers
+            ),
+            *(f"layer {layer} was handed over {self.order.count(layer)} times" for layer in twice),
+        ]
+
+    def _unlike(self, value: Any) -> str | None:
+        """Why a value is no K or V."""
+        if not isinstance(value, Tensor):
+            return f"is of type {type(value).__name__}; a tensor is due"
+        if value.device.type != self._device.type:
+            return f"lies on {value.device}; due is {self._device}"
+        if value.layout != torch.strided:
+            return f"is {value.layout}; due is {torch.strided}"
+        return None if value.is_floating_point() else f"is {value.dtype}; a floating-point tensor is due"
+
+
+def digests(layers: Sequence[Any]) -> dict[str, tuple[int, str]]:
+    """Of each tensor of the layers that a stacked path reads, how many rows it has and a digest of them, by name.
+
+    A rope table may grow: `changed` compares the rows that there were.
+    """
+    return {name: (tensor.shape[0], _digest(tensor)) for name, tensor in _tensors(layers)}
+
+
+def changed(layers: Sequence[Any], before: Mapping[str, tuple[int, str]]) -> list[str]:
+    """The names of the tensors that are not what `digests` found."""
+    now = dict(_tensors(layers))
+    return [name for name, (rows, digest) in before.items() if name not in now or _digest(now[name][:rows]) != digest]
+
+
+def _tensors(layers: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    for index, layer in enumerate(layers):
+        attn = layer.self_attn
+        for part, names in (
+            ("qkv_proj", ("weight", "bias")),
+            ("k_norm", ("weight",)),
+            ("rotary_emb", ("cos_sin_cache",)),
+        ):
+            for name in names:
+                tensor = getattr(getattr(attn, part, None), name, None)
+                if isinstance(tensor, Tensor) and tensor.dim():
+                    yield f"layer {index}'s {part}.{name}", tensor
+
+
+def _digest(tensor: Tensor) -> str:
+    held = tensor.detach().cpu().contiguous()
+    return hashlib.blake2b(held.view(torch.uint8).numpy(), digest_size=16).hexdigest()
 
 
 def built(build: Build, layers: Sequence[Any], device: torch.device | str, **options: Any) -> Any:
@@ -111,17 +233,30 @@ def wrong_layers(
 
 
 def error_text(error: BaseException) -> str:
-    """The error as it would end a traceback, with its lines joined."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """The error as it would end a traceback, with its lines joined, and shortened where it is very long."""
+    if isinstance(error, StoppedError):
+        return str(error)
+    try:
+        text = " ".join(str(error).split())
+    except Exception as another:
+        text = f"(its text cannot be had: {type(another).__name__})"
+    return f"{type(error).__name__}: {shortened(text, MOST_TEXT)}" if text else type(error).__name__
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and how long it is."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def named_layer(error: BaseException) -> int | None:
     """The layer that an error names: its attribute `layer`, or else the first in its text."""
-    stated = getattr(error, "layer", None)
-    if isinstance(stated, int):
+    try:
+        stated, text = getattr(error, "layer", None), str(error)
+    except Exception:
+        return None
+    if isinstance(stated, int) and not isinstance(stated, bool):
         return stated
-    found = re.search(r"\blayers?\b\D{0,12}?(\d+)", str(error), re.IGNORECASE)
+    found = re.search(r"\blayers?\b\D{0,12}?(\d{1,9})\b", text, re.IGNORECASE)
     return int(found[1]) if found else None
 
 
@@ -149,14 +284,14 @@ class Served:
         self.hidden_size: int = first.qkv_proj.weight.shape[1]
         self.dtype: torch.dtype = first.qkv_proj.weight.dtype
         self.device = torch.device(device)
-        with _runnable():
+        with _runnable(), contained():
             self.subject = built(build, layers, device, **options)
 
     def materialize(
         self, ctx_hidden: Tensor, positions: Tensor, write_layer_kv: Callable[[int, Tensor, Tensor], object]
     ) -> None:
         """K and V of the context, handed over layer by layer; see `FusedKV.materialize`."""
-        with _runnable():
+        with _runnable(), contained():
             self.subject.materialize(ctx_hidden, positions, write_layer_kv)
 
     def compute(self, ctx_hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

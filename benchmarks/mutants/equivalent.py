@@ -66,6 +66,14 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "what the two hold is set together, so that both are None or none is"
         ),
     },
+    "layers.gqa": {
+        ("GQAAttention._kv: return (k, v [if self.value_scale == 1.0 else v  => ]* self.value_scale)"): (
+            "a product with 1.0 changes no bit"
+        ),
+        ("GQAAttention._turned: late = self.spec.head_norm == '[plain => plain_x]'"): (
+            "a rotation keeps the root mean square, so a norm without a weight may come before it; the orders differ by rounding"
+        ),
+    },
     "layers.mla": {
         (
             "MLAAttention._query: if self.q_a_proj is None [or self.q_a_layernorm is None or self.q_b_proj i"
@@ -94,6 +102,19 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ("MoE.route: if self.spec.n_group >[ => =] 1:"): ("with one group every expert lies in a chosen group"),
         ("MoE.route: if self.spec.n_group > [1 => 0]:"): ("with one group every expert lies in a chosen group"),
         ("MoE.forward: if [len(row) => True]:"): ("an expert to which no row goes adds nothing"),
+        ("MoE.__init__.expert: key = [None if error.key is None else f => f]'{prefix}.{error.key}'"): (
+            "no error of an expert is without a key"
+        ),
+    },
+    "layers.prefix_gru": {
+        ("PrefixGRU.forward: tate = inputs.new_zeros(*inputs.shape[:-[2 => 3]], self.hidden)"): (
+            "a state of zeros without the last batch axis is broadcast along it"
+        ),
+    },
+    "layers.refiner": {
+        ("Refiner.draft:  torch.cat([before, anchor, best[..., 1:[-1 => ]]], dim=-1)[..., :best.shape[-"): (
+            "the row too many is cut off behind it"
+        ),
     },
     "layers.rope": {
         (
@@ -139,6 +160,31 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
         ("_yarn: _freq, _float(rope, 'attention_factor', [1.0 => 0.5]))"): (
             "the field is there, so its default is not used"
+        ),
+        ("_yarn_frequencies: high += [0.001 => 0.0005]"): (
+            "pairs are a whole lane apart, so none lies within either width"
+        ),
+        ("_llama3: return (torch.where(turns <[ => =] low, plain / factor, torch.wh"): (
+            "at the bound the blend is what lies beyond it"
+        ),
+        ("_llama3: low, plain / factor, torch.where(turns >[ => =] high, plain, blended)), 1.0)"): (
+            "at the bound the blend is what lies beyond it"
+        ),
+        ("_longrope: actor) / math.log(original)) if factor >[ => =] 1.0 else 1.0"): (
+            "the logarithm of 1 is 0, so both give 1"
+        ),
+        ("_longrope: cale = _float(rope, 'attention_factor', [1.0 => 2.0])"): (
+            "the field is there, so its default is not used"
+        ),
+        ("_longrope: cale = _float(rope, 'attention_factor', [1.0 => 0.5])"): (
+            "the field is there, so its default is not used"
+        ),
+        ("_proportional: urn (inv_freq / (_float(rope, 'factor', [0.0 => 1.0]) or 1.0), 1.0)"): ("0 stands for 1"),
+        ("_rotary_dim: if dim <= [0 => 1] or dim % 2 or (head_dim is no"): (
+            "1 is odd, so the other condition refuses it"
+        ),
+        ("apply_rotary: first, second = (turning[..., [0 => ]::2], turning[..., 1::2])"): (
+            "a slice starts at 0 anyway"
         ),
     },
 }

@@ -56,8 +56,23 @@ def length(context: Context) -> Iterator[Finding]:
             due=f"{CONFIRMED} or more",
             fix="record texts that this target wrote greedily, or leave the mask out of the trace, so that its choice is worked out",
         )
-    if not result.is_served_figure or context.baseline is None:
+    if (beyond := _beyond_block(context)) is not None:
+        tokens, most = beyond
+        yield context.warn(
+            f"{tokens} tokens are drafted a round; a block of the size that the draft was trained for gives {most}",
+            where="draft_tokens",
+            got=tokens,
+            due=f"up to {most}",
+            fix=f"measure with --draft-tokens={most} or fewer",
+        )
+    if context.baseline is None:
         return
+    if not result.is_served_figure:
+        raise Inconclusive(
+            "the trace does not say which tokens are the target's own, so that nothing is held against the baseline: record loss_mask or "
+            f"prompt_length, or give the target with its weights and record the last state; {result}",
+            "trace",
+        )
     entry = context.baseline.get(context.draft.name)
     if entry is None:
         raise Inconclusive(
@@ -87,6 +102,12 @@ def length(context: Context) -> Iterator[Finding]:
 )
 def conventions(context: Context) -> Iterator[Finding]:
     """Every other reading on the same starts as the declared one, one convention at a time; and what engines will read."""
+    if (beyond := _beyond_block(context)) is not None:
+        tokens, most = beyond
+        raise Inconclusive(
+            f"{tokens} tokens are drafted a round, and a block of the size that the draft was trained for gives {most}: a reading that "
+            f"does better there need not be the trained one; give --draft-tokens={most} or fewer"
+        )
     result, engines_read = _probed(context)
     lengths = {name: result.served.get(name) for name in engines_read}
     context.figures[_CONVENTIONS] = {
@@ -114,17 +135,20 @@ def conventions(context: Context) -> Iterator[Finding]:
     if result.better:
         return
     undecided = "; ".join(_open_text(item) for item in result.open)
+    untold = f"; not in this trace: {', '.join(result.unrecorded)}" if result.unrecorded else ""
     if not result.comparisons:
-        raise Inconclusive("no other reading can be replayed of this draft and this trace")
+        raise Inconclusive(f"no other reading can be replayed of this draft and this trace{untold}")
     if len(result.open) == len(result.comparisons):
         raise Inconclusive(
-            f"a trace of {result.tokens} tokens tells no other reading from the declared one ({result.declared}): {undecided}"
+            f"a trace of {result.tokens} tokens tells no other reading from the declared one ({result.declared}): {undecided}{untold}"
         )
     worse = [item for item in result.comparisons if item.verdict == "worse"]
     parts = [f"{result.declared} as declared" + ("" if result.label == "acceptance" else f", {result.label}")]
     parts.append("worse: " + ", ".join(f"{item.reading.name} {item.rate}" for item in worse))
     if undecided:
         parts.append(f"not told apart: {undecided}")
+    if result.unrecorded:
+        parts.append(f"not in this trace: {', '.join(result.unrecorded)}")
     context.notes[_CONVENTIONS] = "; ".join([*parts, *said])
 
 
@@ -182,6 +206,17 @@ def _probed(context: Context) -> tuple[ProbeResult, dict[str, EngineReading]]:
     return result, read
 
 
+def _beyond_block(context: Context) -> tuple[int, int] | None:
+    """The number of tokens asked for and the most that a trained block gives, where that is fewer."""
+    from pytest_specdecode.replay.run import Replayer
+
+    if context.draft_tokens is None:
+        return None
+    with _open_where_it_cannot():
+        most = Replayer(context.draft).most_tokens()
+    return None if most is None or context.draft_tokens <= most else (context.draft_tokens, most)
+
+
 def _target_weights(context: Context) -> TargetWeights | None:
     from pytest_specdecode.replay.target_weights import TargetWeights
 
@@ -192,9 +227,12 @@ def _target_weights(context: Context) -> TargetWeights | None:
 def _open_where_it_cannot() -> Iterator[None]:
     """Inside, what keeps a draft from being replayed leaves the check open."""
     from pytest_specdecode.replay.target_weights import TargetMissingError
+    from pytest_specdecode.replay.traces import NothingCountedError
 
     try:
         yield
+    except NothingCountedError as error:
+        raise Inconclusive(str(error), "trace") from None
     except TargetMissingError as error:
         raise Inconclusive(f"{error.message}; give the target with its weights: --draft-target=DIR", "target") from None
     except NoReferenceError as error:

@@ -293,10 +293,10 @@ class _Calls:
         self.last = _last(layers)
 
     def build(self, layers: Sequence[Any] | None = None) -> Any:
-        from pytest_specdecode.trials import built
+        from pytest_specdecode.trials import built, contained
         from pytest_specdecode.watching import watched
 
-        with watched():
+        with watched(), contained():
             return built(self.subject.build, self.layers if layers is None else layers, self.context.device)
 
     def hidden(self, tokens: int, seed: int = 9) -> Tensor:
@@ -309,26 +309,31 @@ class _Calls:
         self, made: Any, ctx: Tensor, positions: Tensor, layers: Sequence[Any] | None = None
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """K and V of one call, held against the truth."""
-        from pytest_specdecode.trials import wrong_layers
+        from pytest_specdecode.trials import Received, wrong_layers
+
+        received, truth = Received(ctx.device), self.layers if layers is None else layers
+        # What is held against are copies, since the subject might write to its inputs; itself it gets them as they lie in memory.
+        values, places = ctx.to(truth[0].self_attn.qkv_proj.weight.dtype, copy=True), positions.clone()
+        self.call(made, ctx, positions, received)
+        if wrong := [*received.faults(len(truth)), *wrong_layers(truth, received.kv, values, places)]:
+            raise _NotHeldError("; ".join(wrong[:3]))
+        return received.kv
+
+    @staticmethod
+    def call(
+        made: Any, ctx: Tensor, positions: Tensor, write_layer_kv: Callable[[int, Tensor, Tensor], object]
+    ) -> None:
+        """One call, watched."""
+        from pytest_specdecode.trials import contained
         from pytest_specdecode.watching import watched
 
-        seen: dict[int, tuple[Tensor, Tensor]] = {}
-        with watched():
-            made.materialize(ctx.clone(), positions, lambda at, k, v: seen.__setitem__(at, (k.clone(), v.clone())))
-        truth = self.layers if layers is None else layers
-        values = ctx.to(truth[0].self_attn.qkv_proj.weight.dtype)
-        if wrong := list(wrong_layers(truth, seen, values, positions)):
-            raise _NotHeldError("; ".join(wrong[:3]))
-        return seen
+        with watched(), contained():
+            made.materialize(ctx, positions, write_layer_kv)
 
 
 def _empty(trial: _Calls) -> None:
-    from pytest_specdecode.watching import watched
-
     handed: list[int] = []
-    made = trial.build()
-    with watched():
-        made.materialize(trial.hidden(0), trial.at([]), lambda at, k, v: handed.append(at))
+    trial.call(trial.build(), trial.hidden(0), trial.at([]), lambda at, k, v: handed.append(at))
     if handed:
         raise _NotHeldError(f"layer {handed[0]} was handed over where there is no token")
 
@@ -358,8 +363,6 @@ def _strided(trial: _Calls) -> None:
 
 
 def _order(trial: _Calls) -> None:
-    from pytest_specdecode.watching import watched
-
     seen: list[int] = []
     made, ctx = trial.build(), trial.hidden(3)
 
@@ -369,8 +372,7 @@ def _order(trial: _Calls) -> None:
             if tensor.dtype != ctx.dtype:
                 raise _NotHeldError(f"layer {at}'s {name} is {tensor.dtype}; due is {ctx.dtype}")
 
-    with watched():
-        made.materialize(ctx, trial.at([0, 1, 2]), collect)
+    trial.call(made, ctx, trial.at([0, 1, 2]), collect)
     if seen != list(range(len(trial.layers))):
         raise _NotHeldError(
             f"layers were handed over in the order {seen}; due is 0 to {len(trial.layers) - 1}, each once"
@@ -381,22 +383,23 @@ def _bounds(trial: _Calls) -> None:
     import torch
 
     from pytest_specdecode.memory import banded_copy
-    from pytest_specdecode.watching import watched
+    from pytest_specdecode.trials import changed, digests
 
     values = {"ctx_hidden": trial.hidden(3), "positions": trial.at([0, trial.last, 5])}
     inputs = {name: banded_copy(tensor, name=name) for name, tensor in values.items()}
+    before = digests(trial.layers)
     made = trial.build()
-    with watched():
-        made.materialize(inputs["ctx_hidden"].tensor, inputs["positions"].tensor, lambda at, k, v: None)
+    trial.call(made, inputs["ctx_hidden"].tensor, inputs["positions"].tensor, lambda at, k, v: None)
     for name, band in inputs.items():
         band.assert_intact()
         if not torch.equal(band.tensor, values[name]):
             raise _NotHeldError(f"{name} was written to")
+    if names := changed(trial.layers, before):
+        raise _NotHeldError(f"{' and '.join(names[:3])} was written to")
 
 
 def _unwritten(trial: _Calls) -> None:
     from pytest_specdecode.memory import still_poison
-    from pytest_specdecode.watching import watched
 
     found: list[str] = []
 
@@ -406,8 +409,7 @@ def _unwritten(trial: _Calls) -> None:
                 found.append(f"{missing} of {tensor.numel()} elements of layer {at}'s {name} were never written")
 
     made, ctx = trial.build(), trial.hidden(3)
-    with watched():
-        made.materialize(ctx, trial.at([0, trial.last, 5]), collect)
+    trial.call(made, ctx, trial.at([0, trial.last, 5]), collect)
     if found:
         raise _NotHeldError("; ".join(found[:3]))
 
@@ -461,15 +463,22 @@ def _refused(position: int) -> Callable[[_Calls], None]:
     def hold(trial: _Calls) -> None:
         from pytest_specdecode.fused_kv.odd_layers import with_short_table
         from pytest_specdecode.memory import KernelMemoryError
-        from pytest_specdecode.watching import watched
+        from pytest_specdecode.trials import error_text
 
-        made = trial.build(with_short_table(trial.layers, 8))
-        handed: list[int] = []
+        layers = with_short_table(trial.layers, 8)
+        try:
+            made = trial.build(layers)
+            trial.check(made, trial.hidden(3), trial.at([0, 1, 7]), layers)
+        except Exception as error:
+            # Else an error of any kind would pass for a refusal.
+            said = str(error) if isinstance(error, _NotHeldError) else error_text(error)
+            raise _NotHeldError(
+                f"with a table of 8 rows that cannot grow, positions 0, 1 and 7 are not served: {said}"
+            ) from None
         positions = trial.at([0, 0, 7])
         positions[1] = position
         try:
-            with watched():
-                made.materialize(trial.hidden(3), positions, lambda at, k, v: handed.append(at))
+            trial.call(made, trial.hidden(3), positions, lambda at, k, v: None)
         except KernelMemoryError as error:
             raise _NotHeldError(f"position {position} of a table of 8 rows is not refused: {error}") from None
         except Exception:
@@ -508,13 +517,13 @@ _DUE = {
     **dict.fromkeys(PROPERTIES, _RIGHT),
     "empty-input": "nothing handed over",
     "callback-order": "layer 0 first, each layer once, in the weights' dtype",
-    "bounds": "nothing touched outside the tensors, and inputs as they were",
+    "bounds": "nothing touched outside the tensors, and inputs and layers as they were",
     "no-element-unwritten": "every element written",
     "context-dtype": "what the values in the weights' dtype give",
     "weights-updated": "K and V of the weights as they are now",
     "norms-updated": "K and V of the norms as they are now",
-    "negative-position": "an error",
-    "position-past-the-table": "an error",
+    "negative-position": "an error, where other positions are served",
+    "position-past-the-table": "an error, where other positions are served",
 }
 
 

@@ -18,6 +18,7 @@ from pytest_specdecode.engines import Misnames, Reading, ServeOptions
 from pytest_specdecode.errors import DraftError
 from pytest_specdecode.families import Draft
 from pytest_specdecode.findings import STATUS_ORDER, CheckResult, Finding, Outcome, Severity, Status
+from pytest_specdecode.hub import HubError
 from pytest_specdecode.replay.baseline import Entry
 from pytest_specdecode.replay.traces import Trace
 from pytest_specdecode.spec import DraftSpec
@@ -271,6 +272,8 @@ def run(item: Check, context: Context) -> CheckResult:
         return result("skipped", str(reason))
     except Inconclusive as reason:
         return result("inconclusive", str(reason), want=reason.want)
+    except HubError as error:
+        return result("inconclusive", error.message, want="tensors")
     except DraftError as error:
         place = ": ".join(part for part in (error.path, error.key) if part)
         findings = [Finding(message=error.brief, where=place, got=error.got, due=error.due)]

@@ -37,10 +37,17 @@ class Contract:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        for name in ("build", "refresh"):
+            _require_callable(cls, name)
+        if not isinstance(cls.known_gaps, Mapping):
+            raise TypeError(
+                f"{cls.__name__}.known_gaps is {cls.known_gaps!r}; a dictionary of reasons by property is due, "
+                '{"rope-theta": "one table for all layers"}'
+            )
         properties = cls.properties()
         for name, reason in cls.known_gaps.items():
             if name not in properties:
-                near = difflib.get_close_matches(name, properties, n=1)
+                near = difflib.get_close_matches(str(name), properties, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(properties)}"
                 raise TypeError(
                     f"{cls.__name__}.known_gaps names {name!r}, which is no property of the contract; {hint}"
@@ -110,6 +117,18 @@ def examples(count: int) -> Callable[[Test], Test]:
         phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
         suppress_health_check=[HealthCheck.differing_executors],
     )
+
+
+def _require_callable(cls: type, name: str) -> None:
+    """An attribute that is to be called can be, and is not a function that would be handed the test class's instance besides."""
+    if not callable(getattr(cls, name, cls)):
+        raise TypeError(f"{cls.__name__}.{name} is {getattr(cls, name)!r}, which cannot be called")
+    own = vars(cls).get(name)
+    # A function that is written in a class body is a method, and takes self; one from elsewhere knows nothing of it.
+    if inspect.isfunction(own) and own.__qualname__.rpartition(".")[0].rpartition(".")[2] in ("", "<locals>"):
+        raise TypeError(
+            f"{cls.__name__}.{name} is a function from elsewhere; {name} = staticmethod({own.__name__}) keeps self out of its arguments"
+        )
 
 
 def _tests(cls: type) -> Iterator[Any]:

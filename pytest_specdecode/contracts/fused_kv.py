@@ -11,7 +11,7 @@ so a read or a write that is not its own shows wherever it happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -42,7 +42,7 @@ from pytest_specdecode.strategies import (
 )
 from pytest_specdecode.strategies.kernels import drawn_positions
 from pytest_specdecode.strategies.tensors import filled
-from pytest_specdecode.trials import Trial, tried
+from pytest_specdecode.trials import Received, Trial, changed, digests, error_text, tried
 from pytest_specdecode.watching import last_part, watched
 
 #: What the fixed cases are made of: small, and no two extents equal.
@@ -121,13 +121,15 @@ class FusedKVContract(Contract):
     """
 
     rounding: ClassVar[Rounding] = "at-the-store"
-    serves: ClassVar[Sequence[str]] = ()
+    serves: ClassVar[Collection[str]] = ()
     device: ClassVar[str] = "cpu"
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.rounding not in ROUNDINGS:
             raise TypeError(f"{cls.__name__}.rounding is {cls.rounding!r}; one of {', '.join(ROUNDINGS)} is due")
+        if isinstance(cls.serves, str) or not isinstance(cls.serves, Collection):
+            raise TypeError(f"{cls.__name__}.serves is {cls.serves!r}; a tuple of axes is due")
         if unknown := [axis for axis in cls.serves if axis not in AXES]:
             raise TypeError(f"{cls.__name__}.serves names {unknown[0]!r}; axes are {', '.join(AXES)}")
 
@@ -289,9 +291,17 @@ class FusedKVContract(Contract):
         """A position that the table has not, and cannot grow to, is refused, not read from wherever it points."""
         stack = _stack(layers=2)
         layers = placed(with_rows(stack.layers, 40), self._device)
-        subject = self._build(stack, layers)
+        ctx, inside = _context(stack, 3), torch.tensor([0, 7, 39])
         try:
-            self._run(subject, _context(stack, 3), torch.tensor([0, position, 39]))
+            subject = self._build(stack, layers)
+            assert_kv(self._run(subject, ctx, inside), layers, ctx, inside, self.rounding)
+        except Exception as error:
+            # Else an error of any kind would pass for a refusal.
+            raise ContractError(
+                f"with a table of 40 rows that cannot grow, positions {inside.tolist()} are not served: {error_text(error)}"
+            ) from error
+        try:
+            self._run(subject, ctx, torch.tensor([0, position, 39]))
         except KernelMemoryError as error:
             raise ContractError(f"position {position} of a table of 40 rows is not refused: {error}") from None
         except (ContractError, NumericsError):
@@ -327,7 +337,9 @@ class FusedKVContract(Contract):
         # Widths that no block of a power of two fits, and more rows than one.
         rotary_dim = 10 if self.has_gap("partial-rotary") else 6
         stack = _stack(layers=2, head_dim=10, rotary_dim=rotary_dim, num_heads=3, num_kv_heads=3)
-        subject = self._built(stack)
+        layers = placed(stack.layers, self._device)
+        before = digests(layers)
+        subject = self._build(stack, layers)
         values = {
             "ctx_hidden": _context(stack, 3).to(self._device),
             "positions": torch.tensor([0, 63, 5], device=self._device),
@@ -356,6 +368,8 @@ class FusedKVContract(Contract):
         for name, band in inputs.items():
             band.assert_intact()
             assert_exact(band.tensor, values[name], what=name, bits=True, axes=("token", "lane"))
+        if names := changed(layers, before):
+            raise ContractError(f"{' and '.join(names)} was written to")
 
     @cases("what", ["far-offsets"])
     def test_far(self, what: str) -> None:
@@ -434,9 +448,8 @@ class FusedKVContract(Contract):
     @given(data=st.data())
     def test_calls_any(self, rest: str, data: st.DataObject) -> None:
         """Calls of any kind into caches, among writes to the weights and growth of the table; see `FusedKVMachine`."""
-        kind = type(self)
         machine = fused_kv_machine(
-            kind.build, refresh=kind.refresh, rounding=self.rounding, gaps=self.known_gaps, device=self.device
+            self.build, refresh=self.refresh, rounding=self.rounding, gaps=self.known_gaps, device=self.device
         )
         live(machine, data)
 
@@ -481,8 +494,9 @@ class FusedKVContract(Contract):
             return None
 
     def _run(self, subject: Any, ctx: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of one call, by layer. The subject gets the positions as they lie in memory, and of both inputs copies."""
         with watched():
-            return _collected(subject, ctx.to(self._device), positions.to(self._device))
+            return _collected(subject, ctx.to(self._device, copy=True), _copied(positions).to(self._device))
 
     def _compute(self, stack: Stack, subject: Any = None, *, tokens: int = 3) -> tuple[Tensor, Tensor]:
         """Some hidden states through the subject, held against the truth; positions in no order, and up to the last one."""
@@ -589,9 +603,17 @@ def _context(stack: Stack, tokens: int, *, values: str = "normal") -> Tensor:
 
 
 def _collected(subject: Any, ctx: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of one call, by layer, copied when they are handed over."""
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
-    subject.materialize(ctx, positions, lambda layer, k, v: seen.__setitem__(layer, (k.clone(), v.clone())))
-    if not seen or sorted(seen) != list(range(len(seen))):
-        raise ContractError(f"layers {sorted(seen)} were handed over; due is each of them, from 0")
+    received = Received(ctx.device)
+    subject.materialize(ctx, positions, received)
+    seen = received.kv
+    if faults := received.faults(len(seen)):
+        raise ContractError("; ".join(faults[:3]))
+    if not seen:
+        raise ContractError("no layer was handed over; due is each of them, from 0")
     return torch.stack([seen[at][0] for at in range(len(seen))]), torch.stack([seen[at][1] for at in range(len(seen))])
+
+
+def _copied(positions: Tensor) -> Tensor:
+    """A copy with the strides that it has, and what lies between."""
+    whole = torch.as_strided(positions, (positions.untyped_storage().nbytes() // positions.element_size(),), (1,), 0)
+    return torch.as_strided(whole.clone(), positions.shape, positions.stride(), positions.storage_offset())

@@ -30,6 +30,7 @@ from pytest_specdecode.numerics import assert_exact
 from pytest_specdecode.strategies import POSITION_KINDS, Stack, homogeneous_stacks, layer_configs
 from pytest_specdecode.strategies.kernels import drawn_positions
 from pytest_specdecode.strategies.tensors import SEEDS, filled
+from pytest_specdecode.trials import changed, digests
 from pytest_specdecode.watching import watched
 
 #: Lives that are tried, and rules in each, where nothing else is said.
@@ -257,10 +258,13 @@ class FusedKVMachine(RuleBasedStateMachine):
     def _take(self, stack: Stack) -> None:
         self._place(stack)
         self.rotary_emb = self.layers[0].self_attn.rotary_emb
+        weights = digests(self.layers)
         with watched():
             self.subject = type(self).build(
                 self.layers, self.rotary_emb, stack.num_kv_heads, stack.head_dim, torch.device(self.device)
             )
+        if names := changed(self.layers, weights):
+            raise ContractError(f"{' and '.join(names)} was written to at construction")
 
     def _place(self, stack: Stack) -> None:
         self.stack, self.layers = stack, placed(stack.layers, torch.device(self.device))
@@ -279,6 +283,8 @@ class FusedKVMachine(RuleBasedStateMachine):
         handed: list[int] = []
         seen: list[tuple[Tensor, Tensor]] = []
         before = self._copies()
+        weights, given = digests(self.layers), (context.to(self.device, copy=True), positions.to(self.device))
+        dues = (given[0].clone(), given[1].clone())
 
         def write(layer: int, k: Tensor, v: Tensor) -> None:
             handed.append(layer)
@@ -287,7 +293,12 @@ class FusedKVMachine(RuleBasedStateMachine):
                 cache.flatten(0, 1)[slots[kept].to(cache.device)] = values[kept.to(values.device)]
 
         with watched():
-            self.subject.materialize(context.to(self.device), positions.to(self.device), write)
+            self.subject.materialize(*given, write)
+        for name, values, held in zip(("ctx_hidden", "positions"), given, dues, strict=True):
+            if not torch.equal(_bits(values), _bits(held)):
+                raise ContractError(f"{name} was written to")
+        if names := changed(self.layers, weights):
+            raise ContractError(f"{' and '.join(names)} was written to")
         due = list(range(self.stack.num_layers)) if call.tokens else []
         if handed != due:
             raise ContractError(f"layers were handed over in the order {handed}; due is {due}")
@@ -299,7 +310,7 @@ class FusedKVMachine(RuleBasedStateMachine):
                 if missing := int(still_poison(values).sum()):
                     raise ContractError(f"{missing} elements of layer {layer}'s {name} were never written")
         got = _stacked(seen)
-        assert_kv(got, self.stack.layers, context, positions, self.rounding, few_numbers=True)
+        assert_kv(got, self.stack.layers, context, dues[1].cpu(), self.rounding, few_numbers=True)
         rows = slots[kept].to(self.device)
         held = _stacked([[cache.flatten(0, 1)[rows] for cache in pair] for pair in self._caches])
         for name, cached, values in zip("KV", held, got, strict=True):

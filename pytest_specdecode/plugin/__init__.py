@@ -80,6 +80,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_specdecode.plugin.collection import SuiteCollection
 
         config.pluginmanager.register(SuiteCollection(settings), "specdecode-collection")
+    if config.stash.get(options.ON_THE_HUB, None):
+        from pytest_specdecode.plugin.fetching import HubFetching
+
+        config.pluginmanager.register(HubFetching(config), "specdecode-hub")
     if not hasattr(config, "workerinput"):
         from pytest_specdecode.plugin.reporting import Reporter
 

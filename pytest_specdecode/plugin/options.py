@@ -56,9 +56,13 @@ MOST_TOKENS = 1024
 
 _MODEL_HELP = (
     "judge the draft model in DIR, which holds config.json and the weights; may be given several times. The built-in suite then runs as "
-    "`draft-model`, beside the other tests or, with `draft-model` as the only argument, alone. Default: none"
+    "`draft-model`, beside the other tests or, with `draft-model` as the only argument, alone. Where no such directory exists, "
+    "ORG/NAME[@REVISION] is a model on the Hugging Face Hub, as hf://ORG/NAME[@REVISION] always is. Default: none"
 )
-_TARGET_HELP = "directory of the target that the draft proposes for; its config.json is enough. Default: none"
+_TARGET_HELP = (
+    "directory of the target that the draft proposes for, or its name on the Hub, as in --draft-model; its config.json is enough. "
+    "Default: none"
+)
 _ENGINE_HELP = (
     "judge the draft for the engine NAME; may be given several times. What one of them stops at or serves wrong is then an error, what one "
     "falls back from a warning. Default: every engine is shown and each check has its own severity"
@@ -108,7 +112,7 @@ class GivenDraft:
 
     Attributes:
         label: its part of test ids: the directory's name, with parents' names before it where that is needed to tell two apart.
-        path: the directory, as the user gave it (relative ini values with the rootdir before them).
+        path: the directory, as the user gave it (relative ini values with the rootdir before them), or the name of the model on the Hub.
         draft: the opened checkpoint.
     """
 
@@ -124,7 +128,7 @@ class Settings:
     Attributes:
         drafts: in the order given, without repetitions.
         on_command_line: whether the drafts were named there rather than in the ini file.
-        target: the target's directory.
+        target: the target's directory; that of a target on the Hub is in the cache.
         target_model: what it says of itself.
         engines: names of the engines that the draft is judged for; None where all are shown.
         serve: the options that the server is started with; None where none were given.
@@ -173,6 +177,10 @@ class Settings:
 
 UNUSED = Settings()
 SETTINGS = pytest.StashKey[Settings]()
+
+#: Directory of each model on the Hub that this run names, by the text that names it. Workers are handed it, and ask the Hub nothing.
+ON_THE_HUB = pytest.StashKey[dict[str, str]]()
+WORKER_INPUT = "specdecode_hub"
 
 
 def add(parser: pytest.Parser) -> None:
@@ -238,12 +246,12 @@ def read(config: pytest.Config) -> Settings:
     Raises:
         pytest.UsageError: the first one that will not do, in one line.
     """
-    target = _directory_given(config, TARGET)
+    target = next(iter(_models(config, TARGET).values()), None)
     return Settings(
         drafts=_drafts(config),
         on_command_line=config.getoption(MODEL) is not None,
         target=target,
-        target_model=None if target is None else _target_model(target),
+        target_model=None if target is None else _target_model(config, target),
         engines=_engines(config),
         serve=_serve(config),
         checks=selected_checks(config),
@@ -318,6 +326,8 @@ def test_file(config: pytest.Config) -> Path:
     file = config.invocation_params.dir / os.path.expanduser(text)
     if file.suffix != ".py":
         raise _refusal(f"{WRITE_TEST}={text}", "a name that ends in .py is due")
+    if file.name in ("conftest.py", "__init__.py"):
+        raise _refusal(f"{WRITE_TEST}={text}", "pytest has another use for a file of that name; give another name")
     if os.path.lexists(file):
         raise _refusal(f"{WRITE_TEST}={text}", "is there already, and is not overwritten; give another name")
     _require_parent(f"{WRITE_TEST}={text}", file)
@@ -333,12 +343,14 @@ def _drafts(config: pytest.Config) -> tuple[GivenDraft, ...]:
     from pytest_specdecode.families import load
 
     paths: dict[str, str] = {}
-    for path in _paths(config, MODEL):
-        paths.setdefault(os.path.abspath(path), path)
+    for path, directory in _models(config, MODEL).items():
+        # Opened by its full path, so that a test may change the working directory.
+        paths.setdefault(os.path.abspath(directory), path)
+    on_the_hub = config.stash.get(ON_THE_HUB, {})
+    named = [_hub_name(path) if path in on_the_hub else absolute for absolute, path in paths.items()]
     found = []
-    for (absolute, path), label in zip(paths.items(), _labels(list(paths)), strict=True):
+    for (absolute, path), label in zip(paths.items(), _labels(named), strict=True):
         try:
-            # Opened by its full path, so that a test may change the working directory.
             draft = load(Checkpoint.open(absolute))
         except DraftError as error:
             raise _refusal(f"{MODEL}={path}", error.message) from None
@@ -347,6 +359,12 @@ def _drafts(config: pytest.Config) -> tuple[GivenDraft, ...]:
         draft.label = label
         found.append(GivenDraft(label=label, path=path, draft=draft))
     return tuple(found)
+
+
+def _hub_name(text: str) -> str:
+    """`hf://org/name@refs/pr/1` as a path to make a label from."""
+    repo, at, revision = text.removeprefix("hf://").partition("@")
+    return f"/{repo}{at}{revision.replace('/', '_')}"
 
 
 def _labels(paths: Sequence[str]) -> list[str]:
@@ -390,14 +408,35 @@ def _tame(name: str) -> str:
     return re.sub(r"[^\w.+=@-]", "_", name)
 
 
-def _target_model(target: str) -> Target:
+def _models(config: pytest.Config, option: str) -> dict[str, str]:
+    """The directory of each model that `option` names, by the text that names it; those on the Hub are laid out first."""
+    from pytest_specdecode import hub
+    from pytest_specdecode.errors import DraftError
+
+    known = config.stash.setdefault(ON_THE_HUB, dict(getattr(config, "workerinput", {}).get(WORKER_INPUT, {})))
+    models: dict[str, str] = {}
+    here = config.invocation_params.dir if config.getoption(option) is not None else config.rootpath
+    for text, path in _given_paths(config, option):
+        try:
+            reference = hub.parse(text, here)
+            if reference is not None and text not in known:
+                known[text] = str(hub.resolve(reference))
+        except DraftError as error:
+            where = "" if text.startswith(hub.SCHEME) else "there is no such directory, and "
+            raise _refusal(f"{option}={text}", f"{where}{error.message}") from None
+        models[path if reference is None else text] = path if reference is None else known[text]
+    return models
+
+
+def _target_model(config: pytest.Config, target: str) -> Target:
     from pytest_specdecode.errors import DraftError
     from pytest_specdecode.target import Target
 
     try:
         return Target.open(target)
     except DraftError as error:
-        raise _refusal(f"{TARGET}={target}", error.message) from None
+        given = {directory: text for text, directory in config.stash[ON_THE_HUB].items()}.get(target, target)
+        raise _refusal(f"{TARGET}={given}", error.message) from None
 
 
 def _engines(config: pytest.Config) -> tuple[str, ...] | None:
@@ -601,21 +640,21 @@ def _names(config: pytest.Config, option: str) -> list[str] | None:
     return [name for name in names if name]
 
 
-def _paths(config: pytest.Config, option: str) -> list[str]:
-    """Directories given on the command line, else those of the ini file, relative ones under the rootdir."""
+def _given_paths(config: pytest.Config, option: str) -> list[tuple[str, str]]:
+    """What was given on the command line, else in the ini file, each with the path that it means: in the ini file under the rootdir."""
     given = config.getoption(option)
     if given is not None:
         paths = [given] if isinstance(given, str) else given
         if not all(paths):
             raise _refusal(f"{option}=", "is empty; give a directory")
-        return [os.path.expanduser(path) for path in paths]
+        return [(path, os.path.expanduser(path)) for path in paths]
     stated = config.getini(_ini_name(option))
     lines = [stated] if isinstance(stated, str) else stated
-    return [os.path.join(config.rootpath, os.path.expanduser(line)) for line in lines if line]
+    return [(line, os.path.join(config.rootpath, os.path.expanduser(line))) for line in lines if line]
 
 
 def _directory_given(config: pytest.Config, option: str) -> str | None:
-    return next(iter(_paths(config, option)), None)
+    return next((path for _, path in _given_paths(config, option)), None)
 
 
 def _ini_name(option: str) -> str:

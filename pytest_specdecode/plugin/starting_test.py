@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,7 +46,9 @@ def write_for(config: pytest.Config) -> str:
     except OSError as error:
         raise pytest.UsageError(f"{options.WRITE_TEST}={file}: cannot be written: {error.strerror or error}") from None
     shown = os.path.relpath(file, config.invocation_params.dir)
-    return f"wrote {shown}; run it with\n  pytest {options.MODEL}={given.path} {shown}"
+    # To be pasted as it stands; a name that begins with a dash would be taken for an option.
+    words = (f"{options.MODEL}={given.path}", f"./{shown}" if shown.startswith("-") else shown)
+    return f"wrote {shown}; run it with\n  pytest {shlex.join(words)}"
 
 
 def write_new(file: Path, text: str) -> None:

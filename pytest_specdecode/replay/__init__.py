@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from pytest_specdecode.replay.baseline import Entry
 from pytest_specdecode.replay.score import FileScore, PositionScore, ReplayResult, Round, Score, score, wilson
-from pytest_specdecode.replay.traces import Recording, Trace, TraceError
+from pytest_specdecode.replay.traces import NothingCountedError, Recording, Trace, TraceError
 
 __all__ = [
     "Entry",
     "FileScore",
+    "NothingCountedError",
     "PositionScore",
     "Recording",
     "ReplayResult",

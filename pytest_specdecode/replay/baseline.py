@@ -92,4 +92,8 @@ def _entry(file: Path, name: str, value: Any) -> Entry:
     )
     if not whole:
         raise DraftError(f"{', '.join(kinds)} are due", path=file, key=f"drafts.{name}", got=value)
+    for key in ("accepted_length", "rounds", "draft_tokens"):
+        if value[key] < 1:
+            place = f"drafts.{name}.{key}"
+            raise DraftError(f"is {value[key]:.6g}; a number from 1 on is due", path=file, key=place, got=value[key])
     return Entry(**{key: value[key] for key in kinds})

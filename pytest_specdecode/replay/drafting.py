@@ -128,9 +128,8 @@ def _state(recording: Recording, id: int, spec: DraftSpec, weights: Weights) -> 
     assert recording.boundaries is not None
     if id in recording.boundaries:
         return recording.states[:, recording.boundaries.index(id)].to(weights.device, weights.dtype)
-    if id == 0 and weights.target is not None:
-        rows = torch.nn.functional.embedding(recording.tokens, weights.target.embedding)
-        return rows.to(weights.device, weights.dtype)
+    if id == 0 and (rows := weights.entering_first_layer(recording.tokens)) is not None:
+        return rows
     if id == spec.taps.num_target_layers and recording.last is not None:
         return recording.last.to(weights.device, weights.dtype)
     raise TraceError(

@@ -28,7 +28,7 @@ from torch import Tensor
 from pytest_specdecode.errors import DraftError, NoReferenceError
 from pytest_specdecode.replay.readings import OtherReading
 from pytest_specdecode.replay.run import Progress, Replayer, operations
-from pytest_specdecode.replay.traces import Trace, TraceError
+from pytest_specdecode.replay.traces import NothingCountedError, Trace, TraceError
 from pytest_specdecode.replay.truth import Truth
 from pytest_specdecode.spec import DraftSpec
 
@@ -120,6 +120,7 @@ class ProbeResult:
         comparisons: the others, in the order of the readings.
         served: rates of further readings that were asked for, by name; None where one cannot be replayed.
         refused: readings that the weights or the trace do not allow, with why.
+        unrecorded: of these, those that only another trace would tell: states that they read are not in this one.
         tokens: of the trace; starts: drafted from.
         draft_tokens: drafted a round.
         sampled: whether only some of the possible starts were drafted from; lengths are then means over these, not over served rounds.
@@ -130,6 +131,7 @@ class ProbeResult:
     comparisons: tuple[Comparison, ...]
     served: Mapping[str, Rate | None]
     refused: Mapping[str, str]
+    unrecorded: tuple[str, ...]
     tokens: int
     starts: int
     draft_tokens: int
@@ -157,6 +159,7 @@ class ProbeResult:
             "declared": self.declared.to_dict(),
             "readings": [item.to_dict() for item in self.comparisons],
             "refused": dict(self.refused),
+            "unrecorded": list(self.unrecorded),
         }
 
 
@@ -183,7 +186,7 @@ def probe(
         progress: told now and then how far it is.
 
     Raises:
-        TraceError: a recording does not fit the draft, or there is nothing to be compared in it.
+        TraceError: a recording does not fit the draft; NothingCountedError where there is nothing to be compared in any.
         TargetMissingError: the draft shares a tensor with a target that was not given.
         LayerBuildError: the draft does not build as declared; NoReferenceError where there is no replay of its family.
     """
@@ -201,6 +204,7 @@ def probe(
     most = most_operations / len(trace.files) / len(specs) / operations(replayer, count)
     tallies = [_Tally(count) for _ in specs]
     failed: dict[int, str] = {}
+    unrecorded: set[int] = set()
     tokens, starts, sampled, own = 0, 0, False, True
     for file in trace.files:
         recording = trace.read(file, replayer.spec)
@@ -220,15 +224,16 @@ def probe(
             try:
                 model = replayer.model(spec)
                 kept = replayer.accepted(model, recording, places.chosen, count, truth)
-            except (DraftError, NoReferenceError, IndexError) as error:
+            except (DraftError, NoReferenceError) as error:
                 if index == 0:
                     raise
-                # An id that is read otherwise may be none of the embedding's.
                 failed[index] = error.brief if isinstance(error, DraftError) else str(error)
+                if isinstance(error, TraceError):
+                    unrecorded.add(index)
                 continue
             tallies[index].add(kept, truth, places)
     if not starts:
-        raise TraceError("no token of it is the target's own; there is nothing to compare", path=trace.path)
+        raise NothingCountedError("no token of it is the target's own; there is nothing to compare", path=trace.path)
     rates = [None if index in failed else tally.rate(sampled) for index, tally in enumerate(tallies)]
     assert rates[0] is not None
     at = [specs.index(item.spec) for item in others]
@@ -242,6 +247,7 @@ def probe(
         comparisons=_compared(found),
         served={name: rates[specs.index(spec)] for name, spec in (also or {}).items()},
         refused={item.name: failed[index] for item, index in zip(others, at, strict=True) if index in failed},
+        unrecorded=tuple(item.name for item, index in zip(others, at, strict=True) if index in unrecorded),
         tokens=tokens,
         starts=starts,
         draft_tokens=count,

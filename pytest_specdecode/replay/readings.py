@@ -14,6 +14,7 @@ from typing import Any
 from pytest_specdecode import engines
 from pytest_specdecode.engines import Reading, at
 from pytest_specdecode.families import Draft
+from pytest_specdecode.fused_kv.stack import normal_scaling
 from pytest_specdecode.spec import DraftSpec, GQASpec, LayerSpec, RopeSpec
 from pytest_specdecode.target import Target
 
@@ -271,6 +272,33 @@ def _say_taps(value: tuple[int, ...], declared: tuple[int, ...]) -> str:
     return f"taps {list(value)}"
 
 
+def _scaled(spec: DraftSpec) -> bool | None:
+    """Whether positions are scaled; None where layers differ, or where the type says which lanes rotate at all."""
+    ropes = _ropes(spec)
+    return None if any(rope.rope_type == "proportional" for rope in ropes) else _one(_scales(rope) for rope in ropes)
+
+
+def _scales(rope: RopeSpec) -> bool:
+    return bool(normal_scaling({**rope.scaling, "rope_type": rope.rope_type}))
+
+
+def _unscaled(spec: DraftSpec, value: bool) -> DraftSpec:
+    """There is one way to leave a scaling out, and none to make one up: `value` is False."""
+    return with_rope(spec, rope_type="default", scaling={})
+
+
+def _qk_norm(spec: DraftSpec) -> bool | None:
+    """Whether heads are normed; None where they differ, or where there are none."""
+    heads = _heads(spec)
+    return _one(attention.qk_norm for attention in heads) if len(heads) == len(spec.layers) else None
+
+
+def _other_qk_norm(draft: Draft, target: Target | None, declared: bool) -> list[bool]:
+    """On only where there are weights for it."""
+    stored = {} if draft.binding is None else draft.binding.stored
+    return [not declared] if declared or any(name.endswith(".q_norm.weight") for name in stored) else []
+
+
 def _flag(name: str, families: tuple[str, ...]) -> Callable[[DraftSpec], bool | None]:
     def declared(spec: DraftSpec) -> bool | None:
         flags = spec.eagle3
@@ -426,6 +454,21 @@ CONVENTIONS: tuple[Convention, ...] = (
         change=_with_share,
         say=lambda value, declared: f"partial rotary {number(value)}" if value != 1 else "partial rotary off",
         others=lambda draft, target, declared: [PARTIAL if declared == 1 else 1.0],
+    ),
+    Convention(
+        key="rope scaling",
+        declared=_scaled,
+        change=_unscaled,
+        say=_called("rope scaling on", "rope scaling off"),
+        others=lambda draft, target, declared: [False] if declared else [],
+    ),
+    Convention(
+        key="norm per head",
+        setting="qk-norm",
+        declared=_qk_norm,
+        change=lambda spec, value: with_attention(spec, qk_norm=value),
+        say=_called("qk_norm on", "qk_norm off"),
+        others=_other_qk_norm,
     ),
     Convention(
         key="taps",

@@ -23,7 +23,7 @@ from pytest_specdecode.replay.chains import Eagle1Model, Eagle3Model, MTPModel, 
 from pytest_specdecode.replay.drafting import Drafter
 from pytest_specdecode.replay.score import FileScore, ReplayResult, Round, score
 from pytest_specdecode.replay.target_weights import TargetMissingError, TargetWeights
-from pytest_specdecode.replay.traces import Recording, Trace, TraceError
+from pytest_specdecode.replay.traces import NothingCountedError, Recording, Trace
 from pytest_specdecode.replay.truth import Truth, known
 from pytest_specdecode.replay.weights import Weights
 from pytest_specdecode.spec import DraftSpec
@@ -120,9 +120,20 @@ class Replayer:
             return draft_tokens
         spec = self.spec
         if spec.family in _BLOCKS:
-            stated = None if spec.block is None else spec.block.sample_from_anchor
-            return block_tokens(spec, stated is not False if spec.family == "dspark" else bool(stated))
+            return block_tokens(spec, self._from_anchor)
         return _proposed(self.draft) or CHAIN_TOKENS
+
+    def most_tokens(self) -> int | None:
+        """The most tokens that the draft was trained to propose in a round; None where nothing bounds it, or it is not stated."""
+        size = None if self.spec.block is None else self.spec.block.block_size
+        if size is None or self.spec.family not in _BLOCKS:
+            return None
+        return (size if self._from_anchor else size - 1) or None
+
+    @property
+    def _from_anchor(self) -> bool:
+        stated = None if self.spec.block is None else self.spec.block.sample_from_anchor
+        return stated is not False if self.spec.family == "dspark" else bool(stated)
 
     @torch.no_grad()
     def truth(self, recording: Recording) -> Truth:
@@ -176,7 +187,7 @@ def replay(
         progress: told now and then how far it is.
 
     Raises:
-        TraceError: a recording does not fit the draft, or no recording has a round that can be counted.
+        TraceError: a recording does not fit the draft; NothingCountedError where no recording has a round that can be counted.
         TargetMissingError: the draft shares a tensor with a target that was not given.
         LayerBuildError: the draft, read so, cannot be built; NoReferenceError where there is no replay of its family.
     """
@@ -189,8 +200,6 @@ def replay(
     for place, file in enumerate(trace.files):
         recording = trace.read(file, replayer.spec)
         digest.update(recording.tokens.numpy().tobytes())
-        if len(recording.tokens) < 2:
-            continue
         truth = replayer.truth(recording)
         note = None if progress is None else _within(progress, f"{file.name} ({place + 1} of {len(trace.files)})")
         found = _Walk(model.read(recording), truth, count, share / operations(replayer, count), note)
@@ -199,7 +208,7 @@ def replay(
         every = None if every is None or counts is None else every + counts
     rounds = [item.accepted for file in files for item in file.rounds if item.whole]
     if not rounds:
-        raise TraceError(
+        raise NothingCountedError(
             f"no stretch of {count + 1} tokens that are the target's own; nothing can be counted in rounds of {count}",
             path=trace.path,
         )

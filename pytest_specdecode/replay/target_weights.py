@@ -53,11 +53,28 @@ class TargetWeights:
         """[V, Ht] as stored; the embedding where there is no head of its own."""
         return self._tensor(_HEAD, "head") if self._name(_HEAD) else self.embedding
 
-    def final_norm(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:
-        """The norm between the last layer and the head."""
+    def final_norm(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, width: int | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """The norm between the last layer and the head.
+
+        Args:
+            dtype, device: of the arithmetic.
+            width: lanes of the states that it is for; not looked at where None.
+
+        Raises:
+            DraftError: it has another number of lanes. TargetMissingError: it is not among the weights, or is no norm.
+        """
         weight = self._tensor(_NORM, "final norm")
         if weight.ndim != 1:
             raise TargetMissingError(f"has shape {list(weight.shape)}; one weight per lane is due", path=self.path)
+        if width is not None and len(weight) != width:
+            raise DraftError(
+                f"the target's final norm has {len(weight)} lanes; the draft reads states {width} wide",
+                path=self.path,
+                got=len(weight),
+                due=width,
+            )
         eps = self._target.text.get("rms_norm_eps", self._target.config.get("rms_norm_eps", 1e-6))
         model_type = str(self._target.text.get("model_type") or self._target.config.get("model_type") or "")
         zero_centred = _ZERO_CENTRED.match(model_type) is not None

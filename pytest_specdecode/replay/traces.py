@@ -8,12 +8,12 @@ tokens and K taps of width Ht:
     SpecForge            `<name>.ckpt`, a dictionary that torch saved: input_ids [T], aux_hidden_state [1, T, K * Ht] (hidden_states for
                          DFlash) and hidden_state [1, T, Ht], the state *after* the final norm
 
-Either may hold loss_mask [T], nonzero where the token is the target's own. A safetensors file may say more in its metadata:
+Either may hold loss_mask [T], above zero where the token is the target's own. A safetensors file may say more in its metadata:
 `prompt_length`, the tokens before the target's first; `layer_ids`, a JSON list of what each state but the last is, counted as the state
 that enters layer i, so that more states than the draft taps can be recorded; `last_state`, `raw` or `normed`.
 
-Opening a trace reads names only. A recording is checked when it is read: shapes against the draft's spec, ids against the vocabulary, and
-that every number is finite.
+Opening a trace reads names only. A recording is checked when it is read: shapes against the draft's spec, ids against the vocabulary, a
+mask's entries against 0, and that every number is finite.
 """
 
 from __future__ import annotations
@@ -44,10 +44,17 @@ _LAST = "hidden_state"
 _MASK = "loss_mask"
 #: Rows that are looked at together for numbers that are not finite.
 _ROWS = 1024
+#: Digits of a number of tokens, and characters of a bad value that are shown.
+_DIGITS = 18
+_SHOWN = 60
 
 
 class TraceError(DraftError):
     """A recorded trace cannot be read, or does not fit the draft."""
+
+
+class NothingCountedError(TraceError):
+    """A trace fits the draft, and holds too little of the target's own text to count anything in."""
 
 
 @dataclass(kw_only=True)
@@ -165,6 +172,9 @@ class _Reader:
         self.file, self.parts, self.metadata, self.spec = file, parts, metadata, spec
 
     def recording(self) -> Recording:
+        for key in (*_TOKENS, *_TAPS, _LAST, _MASK):
+            if key in self.parts and not _is_plain(self.parts[key]):
+                self.fail(f"is {_form(self.parts[key])}; a plain tensor with its numbers is due", key)
         tokens = self.tokens()
         states, last, normed = self.states(len(tokens))
         names = self.layer_ids()
@@ -237,7 +247,8 @@ class _Reader:
                 self.fail(message, self.taps_key, due=[rows, "K", width])
         stated = self.metadata.get("last_state")
         if stated not in (None, "raw", "normed"):
-            self.fail(f"is {stated!r}; raw or normed is due", "last_state", got=stated)
+            shown = _short(stated)
+            self.fail(f"is {shown!r}; raw or normed is due", "last_state", got=shown)
         return taps, last, apart if stated is None else stated == "normed"
 
     def rows(self, key: str, rows: int) -> torch.Tensor:
@@ -264,12 +275,23 @@ class _Reader:
             mask = mask[0] if mask.ndim == 2 and mask.shape[0] == 1 else mask
             if tuple(mask.shape) != (rows,):
                 self.fail(f"is {_described(mask)}; [{rows}], one entry per token, is due", _MASK)
-            return mask != 0, "loss mask"
+            if mask.is_complex() or (mask.is_floating_point() and mask.dtype.itemsize < 2):
+                self.fail(f"is {_described(mask)}; bool, whole numbers or floats of at least 16 bits are due", _MASK)
+            mask = mask if mask.is_floating_point() else mask.long()
+            # NaN is not above zero, and not below it either.
+            wrong = ~(mask >= 0)
+            if bool(wrong.any()):
+                place = int(wrong.nonzero()[0])
+                got = mask[place].item()
+                self.fail(f"holds {got} at token {place}; 0 or 1 is due", _MASK, got=str(got), due=[0, 1])
+            return mask > 0, "loss mask"
         stated = self.metadata.get("prompt_length")
         if stated is None:
             return None, ""
-        if not stated.isdecimal() or not int(stated) <= rows:
-            self.fail(f"is {stated!r}; a whole number up to {rows} is due", "prompt_length", got=stated)
+        # So many digits are more than there are tokens, and more than int() takes.
+        if not stated.isdecimal() or len(stated) > _DIGITS or not int(stated) <= rows:
+            shown = _short(stated)
+            self.fail(f"is {shown!r}; a whole number up to {rows} is due", "prompt_length", got=shown)
         return torch.arange(rows) >= int(stated), "prompt length"
 
     def layer_ids(self) -> tuple[int, ...] | None:
@@ -278,12 +300,15 @@ class _Reader:
             return None
         try:
             found = json.loads(stated)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
+        shown = _short(stated)
         if not isinstance(found, list) or not all(isinstance(id, int) and not isinstance(id, bool) for id in found):
-            self.fail(f"is {stated!r}; a JSON list of whole numbers is due", "layer_ids", got=stated)
+            self.fail(f"is {shown!r}; a JSON list of whole numbers is due", "layer_ids", got=shown)
+        if any(id < 0 for id in found):
+            self.fail(f"names a layer below 0: {shown}", "layer_ids", got=shown)
         if len(set(found)) != len(found):
-            self.fail(f"names a layer twice: {stated}", "layer_ids", got=stated)
+            self.fail(f"names a layer twice: {shown}", "layer_ids", got=shown)
         return tuple(found)
 
     @property
@@ -303,3 +328,18 @@ class _Reader:
 
 def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it can be looked at number by number: dense, with memory of its own, and not quantised."""
+    return str(tensor.layout) == "torch.strided" and tensor.device.type != "meta" and not tensor.is_quantized
+
+
+def _form(tensor: torch.Tensor) -> str:
+    if tensor.device.type == "meta":
+        return "without its numbers (device meta)"
+    return "quantised" if tensor.is_quantized else f"stored as {str(tensor.layout).removeprefix('torch.')}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

@@ -62,7 +62,9 @@ def known(recording: Recording, greedy: Callable[[Tensor], Tensor] | None) -> Tr
     if recording.own is not None:
         basis: Basis = "loss mask" if recording.own_by == "loss mask" else "prompt length"
         own = recording.own & inner
-        confirmed = None if greedy is None or recording.last is None else _confirmed(tokens, own, recording.last, greedy)
+        confirmed = (
+            None if greedy is None or recording.last is None else _confirmed(tokens, own, recording.last, greedy)
+        )
         return Truth(due=tokens, follows=own, limits=_limits(own, own), basis=basis, confirmed=confirmed)
     if greedy is None or recording.last is None:
         return Truth(due=tokens, follows=inner, limits=_limits(inner, inner), basis="recorded text")

@@ -46,10 +46,20 @@ class Weights:
         }
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings [..., H] of target ids."""
-        return torch.nn.functional.embedding(tokens.to(self._embedding.device), self._embedding).to(
-            self.device, self.dtype
-        )
+        """The embeddings [..., H] of target ids.
+
+        Raises:
+            DraftError: there is no row for one of them.
+        """
+        return self._looked_up(self._embedding, tokens)
+
+    def entering_first_layer(self, tokens: Tensor) -> Tensor | None:
+        """The target's embeddings [..., Ht] of its ids; None where there is no target.
+
+        Raises:
+            DraftError: there is no row for one of them.
+        """
+        return None if self.target is None else self._looked_up(self.target.embedding, tokens)
 
     @cached_property
     def head(self) -> Tensor:
@@ -63,14 +73,29 @@ class Weights:
         return found.to(self.device, self.dtype)
 
     def images(self, spec: DraftSpec) -> Tensor | None:
-        """int64 [Vd], the target id of each draft id as `spec` reads the map; None where there is no map."""
+        """int64 [Vd], the target id of each draft id as `spec` reads the map; None where there is no map.
+
+        Raises:
+            DraftError: it is no list of whole numbers, or there are fewer than the head has rows.
+        """
         stored = {} if self.draft.binding is None else self.draft.binding.stored
-        if "token_map" in stored:
-            return self.draft.tensor("token_map").long().to(self.device)
-        if "d2t" not in stored:
+        name = next((name for name in ("token_map", "d2t") if name in stored), None)
+        if name is None:
             return None
-        found = self.draft.tensor("d2t").long().to(self.device)
-        return found if spec.vocabulary.absolute_map else found + torch.arange(len(found), device=self.device)
+        found, rows = self.draft.tensor(name), len(self.head)
+        whole = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
+        if not whole or found.ndim != 1 or len(found) < rows:
+            kind = str(found.dtype).removeprefix("torch.")
+            raise DraftError(
+                f"is {kind} {list(found.shape)}; an id for each of the head's {rows} rows is due",
+                path=self.draft.path,
+                key=name,
+                got=list(found.shape),
+                due=[rows],
+            )
+        found = found.long().to(self.device)
+        absolute = name == "token_map" or spec.vocabulary.absolute_map
+        return found if absolute else found + torch.arange(len(found), device=self.device)
 
     def normed(self, last: Tensor) -> Tensor:
         """Last states, as they come from the target's last layer, after its final norm."""
@@ -82,7 +107,14 @@ class Weights:
         """The ids that the target chooses behind last states [n, Ht]."""
         if self.target is None:
             raise TargetMissingError("needs the target's final norm and head")
-        head = self.target.head.to(self.device, self.dtype)
+        head, width = self.target.head.to(self.device, self.dtype), last.shape[-1]
+        if head.ndim != 2 or head.shape[1] != width:
+            raise DraftError(
+                f"the target's head is {list(head.shape)}; rows of {width}, as wide as the recorded states, are due",
+                path=self.target.path,
+                got=list(head.shape),
+                due=["V", width],
+            )
 
         def logits(states: Tensor) -> Tensor:
             states = states.to(self.device, self.dtype)
@@ -93,7 +125,8 @@ class Weights:
     @cached_property
     def _final_norm(self) -> Callable[[Tensor], Tensor]:
         assert self.target is not None
-        return self.target.final_norm(self.dtype, self.device)
+        width = None if self.draft.spec is None else self.draft.spec.target_hidden_size
+        return self.target.final_norm(self.dtype, self.device, width=width)
 
     @cached_property
     def _embedding(self) -> Tensor:
@@ -111,6 +144,21 @@ class Weights:
                 f"the embedding is {list(found.shape)}; rows of {width} are due", key="embed_tokens.weight"
             )
         return found
+
+    def _looked_up(self, embedding: Tensor, tokens: Tensor) -> Tensor:
+        least, most = (int(tokens.min()), int(tokens.max())) if tokens.numel() else (0, -1)
+        if least < 0 or most >= len(embedding):
+            wrong = least if least < 0 else most
+            shared = self._own("embed_tokens") is None or embedding is not self._embedding
+            raise DraftError(
+                f"has {len(embedding)} rows, and none for the id {wrong}",
+                path=self.target.path if shared and self.target is not None else self.draft.path,
+                key="embed_tokens.weight",
+                got=wrong,
+                due=f"below {len(embedding)}",
+            )
+        rows = torch.nn.functional.embedding(tokens.to(embedding.device), embedding)
+        return rows.to(self.device, self.dtype)
 
     def _head(self) -> Tensor:
         spec = self.draft.spec

@@ -156,6 +156,15 @@ def test_a_norm_over_a_width_that_is_not_known_is_refused():
     assert said(fault) == ("k-norm", "per-head", "k_norm over another width", 0)
 
 
+def test_what_would_be_served_is_said_beside_what_is_not():
+    (fault,) = faults([LayerFacts(k_norm="none")])
+    assert said(fault) == ("k-norm", "per-head", "k_norm=none", 0)
+    (fault,) = faults([LayerFacts(norm_kind="layernorm")])
+    assert said(fault) == ("norm-kind", ("rms", "gemma"), "layernorm", 0)
+    (fault,) = faults([LayerFacts(dtype="float64")])
+    assert said(fault) == ("dtype", ("float32", "float16", "bfloat16"), "float64", 0)
+
+
 @pytest.mark.parametrize(
     ("fact", "head_dim"),
     [(LayerFacts(head_dim=16, v_head_dim=8), None), (LayerFacts(v_head_dim=8), 16)],

@@ -452,3 +452,34 @@ def test_as_many_experts_may_be_chosen_as_the_chosen_groups_hold():
     spec = MoESpec(num_experts=4, top_k=4, intermediate_size=3, n_group=2, topk_group=2, fused_experts=True)
     tensors = {"gate.weight": zeros(4, 4), "experts.gate_up_proj": zeros(4, 6, 4), "experts.down_proj": zeros(4, 4, 3)}
     assert MoE(spec, tensors, hidden_size=4).top_k == 4
+
+
+def shared_rows(spec, draw):
+    shapes = {
+        "wq_a.weight": (3, 10), "q_norm.weight": (3,), "wq_b.weight": (24, 3), "wkv.weight": (6, 10), "kv_norm.weight": (6,),
+        "wo_a.weight": (10, 12), "wo_b.weight": (8, 10), "attn_sink": (4,),
+    }  # fmt: skip
+    tensors = {name: draw(*shape) for name, shape in shapes.items()}
+    return SharedRowAttention(spec, tensors, q_lora_rank=3, o_lora_rank=5, o_groups=2)
+
+
+def test_positions_of_another_count_are_refused_by_each_entrance(gqa_spec, gqa_tensors, draw):
+    spec = gqa_spec()
+    layer, shared = GQAAttention(spec, gqa_tensors(spec)), shared_rows(gqa_spec(num_kv_heads=1), draw)
+    for entrance in (layer, layer.kv, layer.context_kv, shared, shared.row):
+        with pytest.raises(DraftError) as caught:
+            entrance(draw(3, 10), torch.arange(2))
+        assert (caught.value.key, caught.value.got, caught.value.due) == ("positions", (2,), (3,))
+
+
+def test_a_window_of_shared_rows_can_be_switched_off(gqa_spec, draw):
+    plain, narrow = (
+        shared_rows(
+            gqa_spec(num_kv_heads=1, sliding_window=window),
+            lambda *shape: torch.linspace(-1, 1, math.prod(shape)).view(shape).double(),
+        )
+        for window in (None, 2)
+    )
+    x, positions = draw(4, 10), torch.arange(4)
+    assert torch.equal(narrow(x, positions, window=False), plain(x, positions))
+    assert not torch.equal(narrow(x, positions), plain(x, positions))

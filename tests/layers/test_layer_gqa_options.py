@@ -176,6 +176,13 @@ def test_nothing_turns_where_the_spec_says_so(made):
     assert (layer.rotary_emb, layer.q_norm, layer.k_norm) == (None, None, None)
 
 
+def test_a_kind_of_norm_means_nothing_without_a_norm(made):
+    layer, tensors, x = made(head_norm="plain", qk_norm=False)
+    torch.testing.assert_close(
+        layer.q(x, POSITIONS), turned(projected(x, tensors["q_proj.weight"], 4), POSITIONS), **EXACT
+    )
+
+
 def test_queries_grow_with_their_position(made):
     tuning = TemperatureSpec(floor_scale=4, attn_scale=0.5)
     layer, tensors, x = made(temperature=tuning)
@@ -233,12 +240,13 @@ def test_a_window_of_the_spec_applies_unless_it_is_switched_off(made):
     torch.testing.assert_close(layer(x, positions, window=False), due, **EXACT)
 
 
-def test_a_value_scale_is_on_values_alone(made):
-    layer, tensors, x = made(value_scale=0.25)
+@pytest.mark.parametrize("scale", [0.25, 0.5, 1.0, 2.0])
+def test_a_value_scale_is_on_values_alone(scale, made):
+    layer, tensors, x = made(value_scale=scale)
     k, v = layer.kv(x, POSITIONS)
     _, due_k, due_v = plain_parts(tensors, x)
     torch.testing.assert_close(k, due_k, **EXACT)
-    torch.testing.assert_close(v, due_v * 0.25, **EXACT)
+    torch.testing.assert_close(v, due_v * scale, **EXACT)
 
 
 def test_joined_projections_are_the_separate_ones_in_order(made):

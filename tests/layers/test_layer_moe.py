@@ -229,3 +229,16 @@ def test_a_tensor_outside_the_experts_is_none_of_theirs() -> None:
     stray = {"up_proj.weight": torch.zeros(INNER, HIDDEN, dtype=torch.float64)}
     alone, beside = (MoE(MoESpec(**SPEC), given, hidden_size=HIDDEN) for given in (held, held | stray))
     assert torch.equal(alone(x), beside(x))
+
+
+def test_groups_of_one_expert_are_ranked_by_it() -> None:
+    held = {"gate.weight": torch.eye(3, dtype=torch.float64), "experts.gate_up_proj": torch.zeros(3, 2, 3).double()}
+    held |= {
+        "experts.down_proj": torch.zeros(3, 3, 1).double(),
+        "gate.e_score_correction_bias": torch.zeros(3).double(),
+    }
+    spec = MoESpec(
+        num_experts=3, top_k=2, intermediate_size=1, n_group=3, topk_group=2, correction_bias=True, fused_experts=True
+    )
+    _, ids = MoE(spec, held, hidden_size=3).route(torch.tensor([[1.0, 3.0, 2.0]], dtype=torch.float64))
+    assert ids.tolist() == [[1, 2]]

@@ -16,6 +16,7 @@ import torch
 from decoding import Target
 
 from pytest_specdecode import api, testing
+from pytest_specdecode.errors import DraftError
 from pytest_specdecode.replay import baseline
 from pytest_specdecode.replay.baseline import Entry
 
@@ -118,6 +119,10 @@ def test_agreement_with_a_text_is_not_judged(place: Path, tmp_path: Path) -> Non
     baseline.update(tmp_path / "b.json", {"draft": Entry(accepted_length=5.0, rounds=1, draft_tokens=4, trace="x")})
     report = api.check_draft(path, checks="acceptance.length", trace=tmp_path / "trace", baseline=tmp_path / "b.json")
     result = report["acceptance.length"]
+    assert (result.status, result.want) == ("inconclusive", "trace")
+    assert "nothing is held against the baseline" in result.message
+    assert "; agreement with the recorded text " in result.message
+    result = api.check_draft(path, checks="acceptance.length", trace=tmp_path / "trace")["acceptance.length"]
     assert result.status == "passed"
     assert result.message.startswith("agreement with the recorded text ")
 
@@ -135,6 +140,63 @@ def test_a_mask_over_a_text_that_the_target_did_not_write_is_warned_of(place: Pa
     assert (finding.severity, finding.where) == ("warning", "other.safetensors")
     assert finding.message.startswith("the trace calls tokens the target's own of which the target chooses ")
     assert 0.05 < finding.got < 0.7
+
+
+@pytest.mark.parametrize("prompt", [60, 58])
+def test_a_trace_with_nothing_to_count_is_no_fault_of_the_draft(prompt: int, place: Path, tmp_path: Path) -> None:
+    """All of it prompt, or shorter than a round behind the prompt."""
+    target = Target(3, VOCAB, seed=11)
+    (tmp_path / "trace").mkdir()
+    target.record(tmp_path / "trace" / "hs_0.safetensors", target.continued([1], 60), prompt=prompt)
+    report = api.check_draft(place / "draft", place / "target", checks="acceptance", trace=tmp_path / "trace")
+    result = report["acceptance.length"]
+    assert (result.status, result.want) == ("inconclusive", "trace")
+    assert result.message.endswith(
+        "no stretch of 5 tokens that are the target's own; nothing can be counted in rounds of 4"
+    )
+    assert report["acceptance.conventions"].status == "inconclusive"
+
+
+def test_more_tokens_than_a_block_was_trained_for_is_said(tmp_path: Path) -> None:
+    """Rows behind the block's end look at each other as none did in training, so that no reading is judged by them."""
+    vocab, config = 6, {"mask_token_id": 5, "target_layer_ids": [1, 9, 17], "block_size": 4}
+    path = testing.write_tiny(tmp_path / "draft", "dflash", vocab_size=vocab, dtype="float32", dflash_config=config)
+    target = Target(3, vocab, seed=2)
+    target.write(tmp_path / "target")
+    (tmp_path / "trace").mkdir()
+    target.record(tmp_path / "trace" / "hs_0.safetensors", target.continued([1], 60), prompt=1)
+
+    def judged(tokens: int) -> api.Report:
+        return api.check_draft(
+            path, tmp_path / "target", checks="acceptance", trace=tmp_path / "trace", draft_tokens=tokens
+        )
+
+    report = judged(4)
+    said = "4 tokens are drafted a round; a block of the size that the draft was trained for gives 3"
+    assert (report["acceptance.length"].status, report["acceptance.length"].message) == ("warned", said)
+    assert report["acceptance.conventions"].status == "inconclusive"
+    assert "give --draft-tokens=3 or fewer" in report["acceptance.conventions"].message
+    report = judged(3)
+    assert report["acceptance.length"].status == "passed"
+    assert "--draft-tokens" not in report["acceptance.conventions"].message
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "said"),
+    [
+        ("accepted_length", "0.5", "is 0.5; a number from 1 on is due"),
+        ("rounds", "0", "is 0; a number from 1 on is due"),
+        ("draft_tokens", "-4", "is -4; a number from 1 on is due"),
+    ],
+)
+def test_a_baseline_with_a_senseless_figure_is_refused(key: str, text: str, said: str, tmp_path: Path) -> None:
+    fields = {"accepted_length": "2.5", "rounds": "10", "draft_tokens": "4", "trace": '"x"', key: text}
+    inner = ", ".join(f'"{name}": {value}' for name, value in fields.items())
+    file = tmp_path / "baseline.json"
+    file.write_text(f'{{"schema": 1, "drafts": {{"draft": {{{inner}}}}}}}')
+    with pytest.raises(DraftError) as caught:
+        baseline.read(file)
+    assert str(caught.value) == f"{file}: drafts.draft.{key}: {said}"
 
 
 # --- the command line ---

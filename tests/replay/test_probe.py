@@ -78,6 +78,13 @@ CASES = [
     case("eagle3", "theta 3000", "theta 100", rope_theta=100.0),
     case("eagle3", "interleaved", "neox", rope_theta=100.0),
     case("eagle3", "partial rotary 0.5", "partial rotary off", rope_theta=100.0),
+    case(
+        "eagle3",
+        "rope scaling off",
+        "rope scaling on",
+        rope_theta=100.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ),
     case("eagle3", "taps reversed", "taps [2, 8, 13]"),
     case("eagle3", "taps sorted", "taps [8, 2, 13]", eagle_aux_hidden_state_layer_ids=[8, 2, 13], eagle_config=...),
     case("eagle3", "taps +1", "taps [2, 8, 13]"),
@@ -96,6 +103,7 @@ CASES = [
     case("dflash", "theta 1e6", "theta 100", rope_theta=100.0),
     case("dflash", "interleaved", "neox", rope_theta=100.0),
     case("dflash", "partial rotary 0.5", "partial rotary off", rope_theta=100.0),
+    case("dflash", "qk_norm off", "qk_norm on"),
     case("dflash", "taps reversed", "taps [2, 8, 13]"),
     case("dflash", "taps +1", "taps [2, 8, 13]"),
     case("dflash", "anchor row drafts", "first mask row drafts"),
@@ -224,7 +232,7 @@ def test_the_reading_that_wrote_the_text_is_named(item: Case, place: Path, tmp_p
     again = probed(draft, replayer, trace, place)
     assert not again.better
     back = {one.reading.name: one for one in again.comparisons}.get(BACK.get(item.name, item.declared))
-    if item.name != "taps sorted":
+    if item.name not in ("taps sorted", "rope scaling off"):
         assert back is not None
         assert (back.verdict, back.only_declared, back.only_other) == ("worse", first.only_other, first.only_declared)
     assert again.declared == first.rate
@@ -250,6 +258,8 @@ KEYS = {
     "hidden-first": "order of halves",
     "fc_norm on": "norm per tap",
     "norm_before_fc on": "norm before fc",
+    "rope scaling off": "rope scaling",
+    "qk_norm off": "norm per head",
     "window 3": "window",
     "d2t as ids": "d2t",
     "causal": "causality",
@@ -370,6 +380,26 @@ def test_a_trace_that_the_draft_cannot_be_replayed_on_leaves_it_open(place: Path
     result = report["acceptance.conventions"]
     assert (result.status, result.want) == ("inconclusive", "target")
     assert check(tmp_path / "draft", place, tmp_path / "trace").status == "inconclusive"
+
+
+def test_readings_whose_states_are_not_recorded_are_said_to_be_so(place: Path, tmp_path: Path) -> None:
+    """As speculators records a draft's taps, and nothing beside them."""
+    draft = written(tmp_path / "draft", replace(CHOSEN[3], config={"rope_theta": 100.0}))
+    replayer = Replayer(draft, TargetWeights(place))
+    trace = record(tmp_path / "whole", replayer, replayer.spec)
+    recording = trace.read(trace.files[0], replayer.spec)
+    assert recording.boundaries is not None
+    assert recording.last is not None
+    kept = [recording.boundaries.index(id) for id in (2, 8, 13)]
+    states = torch.cat([recording.states[:, kept], recording.last[:, None]], dim=1)
+    (tmp_path / "trace").mkdir()
+    parts = {"token_ids": recording.tokens, "hidden_states": states, "loss_mask": recording.own}
+    save_file(parts, tmp_path / "trace" / "hs_0.safetensors")
+    result = check(tmp_path / "draft", place, tmp_path / "trace")
+    assert result.status == "passed"
+    assert "; not in this trace: taps +1, taps -1" in result.message
+    assert result.figures["unrecorded"] == ["taps +1", "taps -1"]
+    assert set(result.figures["unrecorded"]) < set(result.figures["refused"])
 
 
 # --- the work ---

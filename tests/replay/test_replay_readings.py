@@ -75,6 +75,12 @@ READINGS: dict[str, tuple[str, Reading, dict[str, Any], Callable[[Tensors], None
         {"layer_types": ["sliding_attention"], "sliding_window": 3},
         None,
     ),
+    "unscaled": (
+        "eagle3, scaled",
+        lambda spec: rope(spec, rope_type="default", scaling={}),
+        {"rope_scaling": None},
+        None,
+    ),
     "residual": ("eagle3", lambda spec: flags(spec, norm_before_residual=True), {"norm_before_residual": True}, None),
     "recycled": ("eagle3", lambda spec: flags(spec, norm_output=True), {"norm_output": True}, None),
     "hidden first": ("eagle3", lambda spec: flags(spec, hidden_first=True), {}, swapped),
@@ -94,7 +100,10 @@ READINGS: dict[str, tuple[str, Reading, dict[str, Any], Callable[[Tensors], None
 
 
 def written(directory: Path, family: str, changes: dict[str, Any], edit: Callable[[Tensors], None] | None) -> Draft:
+    family, _, scaled = family.partition(", ")
     base = EAGLE3 if family == "eagle3" else {"vocab_size": VOCAB, "dflash_config": {**BLOCK}}
+    if scaled:
+        base = {**base, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 
     def change(tensors: Tensors) -> None:
         if "d2t" in tensors:
@@ -218,7 +227,7 @@ def test_only_the_shared_tensors_of_a_target_are_read(
     monkeypatch.setattr(Checkpoint, "tensor", noted)
     draft = written(tmp_path / "draft", "dflash", {}, None)
     replay(draft, trace(tmp_path / "trace", target), target=weights)
-    assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight"]
+    assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
 
 
 def test_a_tied_target_has_its_embedding_for_a_head(tmp_path: Path) -> None:

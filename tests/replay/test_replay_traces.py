@@ -164,6 +164,22 @@ BROKEN: dict[str, tuple[Callable[[Parts], None], str]] = {
         lambda given: given.update(loss_mask=torch.ones(8)),
         "loss_mask: is float32 [8]; [9], one entry per token, is due",
     ),
+    "a mask that is not a number": (
+        lambda given: given.update(loss_mask=torch.tensor([1.0] * 4 + [math.nan] * 5)),
+        "loss_mask: holds nan at token 4; 0 or 1 is due",
+    ),
+    "labels for a mask": (
+        lambda given: given.update(loss_mask=torch.tensor([-100] * 4 + [1] * 5)),
+        "loss_mask: holds -100 at token 0; 0 or 1 is due",
+    ),
+    "a mask of eight bits": (
+        lambda given: given.update(loss_mask=torch.ones(TOKENS).to(torch.float8_e4m3fn)),
+        "loss_mask: is float8_e4m3fn [9]; bool, whole numbers or floats of at least 16 bits are due",
+    ),
+    "a complex mask": (
+        lambda given: given.update(loss_mask=torch.ones(TOKENS, dtype=torch.complex64)),
+        "loss_mask: is complex64 [9]; bool, whole numbers or floats of at least 16 bits are due",
+    ),
 }
 
 
@@ -185,6 +201,9 @@ def test_a_broken_recording_is_one_line_with_file_and_key(fault: str, tmp_path: 
         ({"last_state": "cooked"}, "last_state: is 'cooked'; raw or normed is due"),
         ({"layer_ids": "2, 8, 13"}, "layer_ids: is '2, 8, 13'; a JSON list of whole numbers is due"),
         ({"layer_ids": "[2, 2, 3]"}, "layer_ids: names a layer twice: [2, 2, 3]"),
+        ({"layer_ids": "[-1, 2, 8]"}, "layer_ids: names a layer below 0: [-1, 2, 8]"),
+        ({"layer_ids": "[" * 100_000}, f"layer_ids: is '{'[' * 59}…'; a JSON list of whole numbers is due"),
+        ({"prompt_length": "9" * 5000}, f"prompt_length: is '{'9' * 59}…'; a whole number up to 9 is due"),
         (
             {"layer_ids": "[2, 8]"},
             "hidden_states: holds 4 states a token; 2 layer_ids are listed, so 2 or, with the last, 3 are due",
@@ -195,6 +214,35 @@ def test_broken_metadata_is_one_line(metadata: dict[str, str], message: str, tmp
     with pytest.raises(TraceError) as caught:
         read(tmp_path, spec, parts(), metadata)
     assert str(caught.value) == f"{tmp_path / 'hs_0.safetensors'}: {message}"
+
+
+@pytest.mark.parametrize("key", ["input_ids", "aux_hidden_state", "hidden_state", "loss_mask"])
+@pytest.mark.parametrize(
+    ("form", "said"), [("sparse", "is stored as sparse_coo"), ("meta", "is without its numbers (device meta)")]
+)
+def test_a_pickled_tensor_that_is_not_plain_is_one_line(
+    key: str, form: str, said: str, tmp_path: Path, spec: DraftSpec
+) -> None:
+    given = parts()
+    stored = {
+        "input_ids": given["token_ids"][None],
+        "loss_mask": torch.ones(1, TOKENS),
+        "aux_hidden_state": torch.randn(1, TOKENS, TAPS * WIDTH),
+        "hidden_state": torch.randn(1, TOKENS, WIDTH),
+    }
+    stored[key] = stored[key].to_sparse() if form == "sparse" else stored[key].to("meta")
+    torch.save(stored, tmp_path / "0.ckpt")
+    trace = Trace.open(tmp_path)
+    with pytest.raises(TraceError) as caught:
+        trace.read(trace.files[0], spec)
+    assert str(caught.value) == f"{tmp_path / '0.ckpt'}: {key}: {said}; a plain tensor with its numbers is due"
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.bfloat16, torch.float64, torch.uint16])
+def test_a_mask_may_be_of_any_plain_dtype(dtype: torch.dtype, tmp_path: Path, spec: DraftSpec) -> None:
+    found = read(tmp_path, spec, {**parts(), "loss_mask": (torch.arange(TOKENS) > 3).to(dtype)})
+    assert found.own is not None
+    assert found.own.tolist() == [False] * 4 + [True] * 5
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path, spec: DraftSpec) -> None:

@@ -6,9 +6,10 @@ package (`pip install --no-deps`), and nothing else of it. Nothing is looked for
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pytest_specdecode.errors import DraftError
@@ -54,17 +55,13 @@ def fused_kv_class(name: str) -> Callable[..., Any]:
 
 
 def _imported(name: str, module: str, attribute: str) -> Callable[..., Any]:
-    try:
+    with _said_of(f"module {module} of {name!r} cannot be imported", name, module):
         found: Any = importlib.import_module(module)
-    except Exception as error:
-        raise DraftError(
-            f"module {module} of {name!r} cannot be imported: {type(error).__name__}: {error}; is its directory on sys.path?",
-            got=name,
-        ) from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            # `dir` of a package that loads lazily may be long; a near name is enough.
-            near = difflib.get_close_matches(part, dir(found), n=1)
+        # What is looked up may be made when it is, by code of the module's own.
+        with _said_of(f"{name!r}: {part!r} cannot be had", name, module):
+            there, near = hasattr(found, part), difflib.get_close_matches(part, dir(found), n=1)
+        if not there:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise DraftError(
                 f"{name!r}: {getattr(found, '__name__', module)} has no attribute {part!r}{hint}", got=name
@@ -77,3 +74,22 @@ def _imported(name: str, module: str, attribute: str) -> Callable[..., Any]:
             got=name,
         )
     return found  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _said_of(what: str, name: str, module: str) -> Iterator[None]:
+    """Whatever the user's module raises, SystemExit and a skip included, is a DraftError."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise DraftError(f"{what}: {type(error).__name__}: {error}{_hint(error, module)}", got=name) from error
+
+
+def _hint(error: BaseException, module: str) -> str:
+    """What to look at where it is the module itself that was not found."""
+    if module.endswith(".py") or "/" in module:
+        return "; MODULE is a dotted name, not a file"
+    own = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+    return "; is its directory on sys.path?" if own else ""
