@@ -52,13 +52,14 @@ class LaunchObserver(Protocol):
         """The launch is over; `completed` is False where it raised."""
 
 
-def launch(kernel: Any, grid: Grid, *args: Any, **kwargs: Any) -> Any:
+def launch(kernel: Any, grid: Grid, *args: Any, reached: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
     """Run `kernel` over `grid`: interpreted if its tensors lie on the CPU, else compiled.
 
     Args:
         kernel: a function decorated with `triton.jit` (or with `jit` below), with or without heuristics around it.
         grid: up to three extents, or a function of the arguments that returns them.
         args, kwargs: the kernel's arguments; compile options such as `num_warps` are ignored by an interpreted launch.
+        reached: tensors that are no arguments and that the kernel finds by an address it loads, by the name a message is to give them.
 
     Returns:
         What Triton returns for a compiled launch; None for an interpreted one.
@@ -73,7 +74,7 @@ def launch(kernel: Any, grid: Grid, *args: Any, **kwargs: Any) -> Any:
         # The first launch compiles, which it cannot while another thread interprets.
         with _LOCK:
             return kernel[grid](*args, **kwargs)
-    return _interpret(kernel, grid, args, kwargs)
+    return _interpret(kernel, grid, args, kwargs, reached or {})
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -116,7 +117,7 @@ def interpreted() -> Iterator[None]:
         def run_by_device(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             if warmup or _on_accelerator(args) or _on_accelerator(kwargs.values()):
                 return run(self, *args, grid=grid, warmup=warmup, **kwargs)
-            return _interpret(self, grid, args, kwargs)
+            return _interpret(self, grid, args, kwargs, {})
 
         JITFunction.run = run_by_device
         try:
@@ -151,14 +152,16 @@ def _on_accelerator(values: Any) -> bool:
     return any(getattr(getattr(value, "device", None), "type", "cpu") not in ("cpu", "meta") for value in values)
 
 
-def _interpret(kernel: Any, grid: Grid, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _interpret(
+    kernel: Any, grid: Grid, args: tuple[Any, ...], kwargs: dict[str, Any], reached: Mapping[str, Any]
+) -> None:
     import numpy as np
     from triton.runtime.errors import InterpreterError
 
     function = _interpretable(kernel)
     observers = _observers.get()
     with _LOCK, _patched(observers), np.errstate(all="ignore"):
-        tensors = _tensor_arguments(function, args, kwargs) if observers else {}
+        tensors = {**_tensor_arguments(function, args, kwargs), **reached} if observers else {}
         for observer in observers:
             observer.begin(function.fn.__name__, tensors)
         completed = False
