@@ -23,7 +23,6 @@ Arithmetic is float32 from the load to the store, where K is rounded once. V is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,10 +36,10 @@ from pytest_specdecode.fused_kv.inputs import (
     check_positions_and_table,
     check_rows,
     check_stacked,
-    next_power_of_two,
     unit_last_stride,
 )
 from pytest_specdecode.fused_kv.stack import valid_rotary
+from pytest_specdecode.fused_kv.tiles import meta_of, tile_of
 from pytest_specdecode.launch import jit, launch
 
 try:
@@ -200,7 +199,7 @@ def _launch(
         check_block(block_rows)
     kv, k_norm_weight, cos_sin_cache = (unit_last_stride(each) for each in (kv, k_norm_weight, cos_sin_cache))
     tokens, layers = kv.shape[:2]
-    tile = tile_of(kv.device.type, layers * tokens, num_kv_heads, block_rows)
+    tile = tile_of(kv.device.type, layers * tokens, num_kv_heads, head_dim, block_rows)
     check_rows(layers * tokens, tile.items, f"{layers} layers x {tokens} tokens", "kv")
     tensors, plan = {}, {"PAGE_SIZE": -1, "ALIGNED": False, "FP8": 0}
     if caches is not None:
@@ -235,55 +234,6 @@ def _launch(
         enable_fp_fusion=False,
         reached=tensors,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """What one program does.
-
-    Attributes:
-        items: tokens of one layer, or where `flat` tokens of all layers; all heads of each.
-        flat: whether a program's items cross layers.
-        warps: of a compiled program.
-        steps: how often it does that many items, one after the other.
-    """
-
-    items: int
-    flat: bool
-    warps: int
-    steps: int = 1
-
-
-def tile_of(device: str, items: int, num_kv_heads: int, block_rows: int | None = None) -> Tile:
-    """The tile for `items` = layers x tokens on a kind of device; `block_rows` as for `fused_norm_rope`."""
-    heads = next_power_of_two(num_kv_heads)
-    if block_rows is not None:
-        return Tile(items=max(1, block_rows // heads), flat=device == "cpu", warps=4)
-    if device == "cpu":
-        return Tile(items=min(next_power_of_two(items), max(1, _CPU_ROWS // heads)), flat=True, warps=4)
-    tokens, steps, warps = GPU_TILES.get(heads, (1, 2, 8))
-    return Tile(items=tokens, flat=False, warps=warps, steps=steps)
-
-
-#: Tokens at a time, how often, and warps, by KV heads (rounded up to a power of two), for 128 lanes of 16 bits.
-GPU_TILES = {1: (16, 2, 2), 2: (8, 2, 2), 4: (4, 2, 2), 8: (2, 2, 2), 16: (2, 2, 4), 32: (1, 2, 4)}
-
-#: An interpreted program's cost hardly depends on its rows up to here.
-_CPU_ROWS = 512
-
-
-def meta_of(num_kv_heads: int, head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """The kernel's constants that follow from the widths."""
-    half, rest = rotary_dim // 2, head_dim - rotary_dim
-    return {
-        "NUM_HEADS": num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "HALF": half,
-        "BLOCK_HEADS": next_power_of_two(num_kv_heads),
-        "BLOCK_HALF": next_power_of_two(half),
-        "BLOCK_REST": next_power_of_two(rest) if rest else 0,
-        "BLOCK_HEAD": next_power_of_two(head_dim),
-    }
 
 
 def _check_kv(kv: Tensor, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
@@ -407,7 +357,7 @@ def _norm_rope_kernel(  # type: ignore[no-untyped-def]
         if FLAT:
             k_by, v_by = k_by[:, None, None], v_by[:, None, None]
 
-    head = tl.arange(0, BLOCK_HEADS)[None, :, None]
+    head = tl.arange(0, BLOCK_HEADS)[None, :, None].to(tl.int64)
     for step in tl.static_range(STEPS):
         if not FLAT:
             token = (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)

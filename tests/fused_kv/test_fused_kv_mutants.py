@@ -21,32 +21,40 @@ SOURCE = Path(kernel.__file__).read_text()
 SLIPS = {
     "halves swapped": ("first * cos - second * sin", "second * cos - first * sin"),
     "sign of the rotation": ("first * cos - second * sin", "first * cos + second * sin"),
-    "sine and cosine swapped": ("cos = tl.load(table + table_source", "cos = tl.load(table + HALF + table_source"),
-    "position off by one": ("mask=row_mask, other=0).to(tl.int64)", "mask=row_mask, other=0).to(tl.int64) - 1"),
+    "sine and cosine swapped": ("cos = tl.load(table + angle", "cos = tl.load(table + HALF + angle"),
+    "position off by one": (
+        "mask=active, other=0).to(tl.int64)\n        angle",
+        "mask=active, other=0).to(tl.int64) - 1\n        angle",
+    ),
+    "table row of the tile's first token": (
+        "(position * table_stride)[:, None, None]",
+        "tl.min(position * table_stride, axis=0)",
+    ),
     "epsilon of layer 0": ("tl.load(eps + layer,", "tl.load(eps + layer * 0,"),
     "epsilon left out": ("squares / HEAD_DIM + layer_eps", "squares / HEAD_DIM"),
-    "norm weight of layer 0": ("weight_source = (layer * norm_stride)", "weight_source = (layer * 0)"),
+    "norm weight of layer 0": ("norm_row = (layer * norm_stride)", "norm_row = (layer * 0)"),
     "K of another layer": ("+ layer * kv_layer_stride", "+ (1 - layer) * kv_layer_stride"),
     "layers and tokens swapped": (
         "token * kv_token_stride + layer * kv_layer_stride",
         "token * kv_layer_stride + layer * kv_token_stride",
     ),
-    "heads swapped": ("kv_layer_stride + head * HEAD_DIM", "kv_layer_stride + (NUM_HEADS - 1 - head) * HEAD_DIM"),
-    "norm over the rotating lanes only": ("squares += tl.sum(rest * rest, axis=1)", "squares += 0.0"),
+    "heads swapped": ("[:, None, None] + head * HEAD_DIM", "[:, None, None] + (NUM_HEADS - 1 - head) * HEAD_DIM"),
+    "norm over the rotating lanes only": ("squares += tl.sum(rest * rest, axis=2)", "squares += 0.0"),
     "mean over the rotating lanes": ("squares / HEAD_DIM", "squares / (2 * HALF)"),
     "rest not normed": ("rest = rest * inverse * rest_weight", "rest = rest * rest_weight"),
-    "norm weight left out": ("first = first * inverse * tl.load", "first = first * inverse + 0 * tl.load"),
+    "norm weight left out": ("first = first * inverse * first_weight", "first = first * inverse"),
     "one per cent too long": ("inverse = tl.rsqrt(", "inverse = 1.01 * tl.rsqrt("),
-    "V taken from K": ("kv + NUM_HEADS * HEAD_DIM + (k_row", "kv + (k_row"),
+    "V taken from K": ("kv + NUM_HEADS * HEAD_DIM + (row", "kv + (row"),
     "V of the next head": (
         "value = tl.load(kv + NUM_HEADS * HEAD_DIM",
         "value = tl.load(kv + (NUM_HEADS - 1) * HEAD_DIM",
     ),
-    "V rounded": ("if SCALE_VALUES:", "value = value.to(tl.float8e5).to(value.dtype)\n    if SCALE_VALUES:"),
-    "last row left out": ("row_mask = row < num_rows", "row_mask = row < num_rows - 1"),
-    "rows past the last": ("row_mask = row < num_rows", "row_mask = row < num_rows + 1"),
-    "lanes past the head": ("v_mask = row_mask[:, None] & (v_lane < HEAD_DIM)", "v_mask = row_mask[:, None]"),
-    "lanes of the other half": ("mask = row_mask[:, None] & (lane < HALF)", "mask = row_mask[:, None]"),
+    "V rounded": ("if SCALE_VALUES:", "value = value.to(tl.float8e5).to(value.dtype)\n        if SCALE_VALUES:"),
+    "last item left out": ("active = item < num_layers * num_tokens", "active = item < num_layers * num_tokens - 1"),
+    "items past the last": ("active = item < num_layers * num_tokens", "active = item < num_layers * num_tokens + 1"),
+    "lanes past the head": ("else row_mask & (v_lane < HEAD_DIM)", "else row_mask"),
+    "lanes of the other half": ("mask = row_mask if BLOCK_HALF == HALF else row_mask & pair_mask", "mask = row_mask"),
+    "heads past the last": ("if BLOCK_HEADS != NUM_HEADS:", "if False:"),
 }
 
 
@@ -62,7 +70,7 @@ def test_a_slip_in_the_kernel_is_caught(slip, dtype, tmp_path):
 
 
 CASES = [
-    lambda dtype: draw(head_dim=40, rotary_dim=20, dtype=dtype, positions=torch.tensor([3, 60, 17])),
+    lambda dtype: draw(heads=3, head_dim=40, rotary_dim=20, dtype=dtype, positions=torch.tensor([3, 60, 17])),
     lambda dtype: draw(head_dim=40, rotary_dim=20, dtype=dtype, scale=1e-3, eps=torch.tensor([1e-6, 1e-5])),
 ]
 
