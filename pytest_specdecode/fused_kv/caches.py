@@ -66,42 +66,45 @@ def checked_caches(
     if first.ndim not in (3, 4) or tuple(first.shape[-2:]) != head_shape:
         due_shape = f"[num_slots, {head_shape[0]}, {head_shape[1]}] or [num_blocks, block_size, {head_shape[0]}, {head_shape[1]}]"
         raise _misfit(name, due_shape, due_shape, tuple(first.shape))
+    axes: tuple[tuple[str, object, object], ...]
     for layer, cache in enumerate(caches):
-        for what, due, got in (
+        axes = (
             ("shape", tuple(first.shape), tuple(cache.shape)),
             ("dtype", first.dtype, cache.dtype),
             ("strides", first.stride(), cache.stride()),
             ("device", projected.device, cache.device),
-        ):
-            if due != got:
-                raise _misfit(name, f"caches of one {what}, {due}", due, got, layer)
+        )
+        for what, usual, found in axes:
+            if usual != found:
+                raise _misfit(name, f"caches of one {what}, {usual}", usual, found, layer)
     if first.stride(-1) != 1:
         raise _misfit(name, "a last stride of 1", 1, first.stride(-1))
     blocks = 1 if first.ndim == 3 else first.shape[0]
     page_size = 0 if first.ndim == 3 else first.shape[1]
-    strides = (0, *first.stride()[:2]) if first.ndim == 3 else first.stride()[:3]
-    if page_size and strides[0] == page_size * strides[1]:
+    outer, inner, head = (0, *first.stride()[:2]) if first.ndim == 3 else first.stride()[:3]
+    if page_size and outer == page_size * inner:
         page_size, slots = 0, blocks * page_size
     else:
         slots = first.shape[0] if not page_size else blocks * page_size
-    found = CacheSet(
+    result = CacheSet(
         named={f"{name}[{layer}]": cache for layer, cache in enumerate(caches)},
         addresses=torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64, device=projected.device),
         num_slots=slots,
         page_size=page_size,
-        strides=strides,
+        strides=(outer, inner, head),
         fp8=FP8_FORMATS.get(dtype, 0),
         aligned=all(cache.data_ptr() % 16 == 0 for cache in caches),
     )
     if beside is not None:
-        for what, due, got in (
-            ("slots", beside.num_slots, found.num_slots),
-            ("dtype", beside.fp8, found.fp8),
-            ("block size", beside.page_size, found.page_size),
-        ):
-            if due != got:
-                raise _misfit(name, f"the {what} of the K caches, {due}", due, got)
-    return found
+        besides: tuple[tuple[str, int, int], ...] = (
+            ("slots", beside.num_slots, result.num_slots),
+            ("dtype", beside.fp8, result.fp8),
+            ("block size", beside.page_size, result.page_size),
+        )
+        for what, ours, theirs in besides:
+            if ours != theirs:
+                raise _misfit(name, f"the {what} of the K caches, {ours}", ours, theirs)
+    return result
 
 
 def checked_slots(slot_mapping: Tensor, tokens: int, num_slots: int) -> Tensor:

@@ -409,8 +409,8 @@ def _norm_rope_kernel(  # type: ignore[no-untyped-def]
             v_item = slot // PAGE_SIZE * v_outer_stride + slot % PAGE_SIZE * v_inner_stride
         k_target = k_item[:, None, None] + head * k_head_stride
         if FP8 > 0:
-            turned = _fp8_bits(turned * k_by, FP8)
-            turned_partner = _fp8_bits(turned_partner * k_by, FP8)
+            turned = fp8_bits(turned * k_by, FP8)
+            turned_partner = fp8_bits(turned_partner * k_by, FP8)
         if IS_NEOX:
             tl.store(k_base + (k_target + lane), turned.to(element), mask=mask)
             tl.store(k_base + HALF + (k_target + lane), turned_partner.to(element), mask=mask)
@@ -420,7 +420,7 @@ def _norm_rope_kernel(  # type: ignore[no-untyped-def]
         if BLOCK_REST > 0:
             rest = rest * inverse * rest_weight
             if FP8 > 0:
-                rest = _fp8_bits(rest * k_by, FP8)
+                rest = fp8_bits(rest * k_by, FP8)
             tl.store(k_base + (k_target + rest_lane), rest.to(element), mask=rest_mask)
 
         v_lane = tl.arange(0, BLOCK_HEAD)[None, None, :]
@@ -429,30 +429,22 @@ def _norm_rope_kernel(  # type: ignore[no-untyped-def]
         if SCALE_VALUES:
             value = value.to(tl.float32) * value_scale
         if FP8 > 0:
-            value = _fp8_bits(value.to(tl.float32) * v_by, FP8)
+            value = fp8_bits(value.to(tl.float32) * v_by, FP8)
         tl.store(v_base + (v_item[:, None, None] + head * v_head_stride + v_lane), value.to(element), mask=v_mask)
 
 
 @jit
-def _fp8_bits(x, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+def fp8_bits(x, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """The bits of the fp8 nearest to each float32, ties to even, what is too large the largest finite; FORMAT 4 is e4m3fn, 5 e5m2.
 
     Done on the bits, because the conversion of the hardware is missing before sm_89, and the interpreter's loses carries.
     """
-    if FORMAT == 4:
-        LARGEST: tl.constexpr = 448.0
-        LEAST_NORMAL: tl.constexpr = 0.015625
-        DROPPED: tl.constexpr = 20
-        REBIAS: tl.constexpr = 960
-        MAGIC: tl.constexpr = 16384.0
-        MAGIC_BITS: tl.constexpr = 0x46800000
-    else:
-        LARGEST: tl.constexpr = 57344.0
-        LEAST_NORMAL: tl.constexpr = 0.00006103515625
-        DROPPED: tl.constexpr = 21
-        REBIAS: tl.constexpr = 448
-        MAGIC: tl.constexpr = 128.0
-        MAGIC_BITS: tl.constexpr = 0x43000000
+    LARGEST: tl.constexpr = 448.0 if FORMAT == 4 else 57344.0
+    LEAST_NORMAL: tl.constexpr = 0.015625 if FORMAT == 4 else 0.00006103515625
+    DROPPED: tl.constexpr = 20 if FORMAT == 4 else 21
+    REBIAS: tl.constexpr = 960 if FORMAT == 4 else 448
+    MAGIC: tl.constexpr = 16384.0 if FORMAT == 4 else 128.0
+    MAGIC_BITS: tl.constexpr = 0x46800000 if FORMAT == 4 else 0x43000000
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 128
     size = tl.minimum(tl.where(x == x, tl.abs(x), 0.0), LARGEST)
