@@ -248,7 +248,7 @@ def print_table(targets: Iterable[str]) -> None:
     for heads in LIMIT_HEADS:
         shape = Shape(heads=heads)
         for target in targets:
-            code = Code(**{**measured(shape, target)})
+            code = Code(**measured(shape, target))
             print(
                 f"| {heads} | {target} | {code.registers} | {code.spills} | {code.load_bytes:g} | {shape.floor:g} | "
                 f"{code.load_bytes / shape.floor:.3f} | {code.store_bytes:g} |"

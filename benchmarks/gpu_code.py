@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs where there is none, and what their machine code shows: registers, spills, widths and bytes of loads and stores.
+"""Kernels compiled for GPUs where there is none, and what their machine code shows: registers, spills, widths and bytes of accesses.
 
 Triton compiles for a target that a driver names; the driver here names one and has no device. The wheel brings `ptxas` and `cuobjdump`, so
 NVIDIA's machine code can be read; of AMD's the assembly text is read. Bytes are counted as issued: every load instruction of a program

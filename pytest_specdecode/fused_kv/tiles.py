@@ -49,7 +49,7 @@ def tile_of(device: str, items: int, num_kv_heads: int, head_dim: int, block_row
 
 
 #: Tokens at a time, how often, and warps, by KV heads (rounded up to a power of two), for 128 lanes of 16 bits.
-GPU_TILES = {1: (16, 1, 2), 2: (8, 1, 2), 4: (4, 1, 2), 8: (2, 2, 2), 16: (1, 2, 2), 32: (1, 2, 4)}
+GPU_TILES = {1: (8, 2, 2), 2: (4, 4, 2), 4: (4, 1, 2), 8: (2, 2, 2), 16: (1, 2, 2), 32: (1, 2, 4)}
 
 #: An interpreted program's cost hardly depends on its rows up to here.
 _CPU_ROWS = 512
