@@ -228,6 +228,7 @@ def _patched(observers: tuple[LaunchObserver, ...]) -> Iterator[None]:
         patch = quick_ops.LanguagePatch(interpreter._patch_lang, _check_integers)
         stack.callback(patch.undo)
         _replace(stack, interpreter, "_patch_lang", patch)
+        _replace(stack, interpreter, "_get_np_dtype", quick_ops.quick_np_dtype(interpreter._get_np_dtype))
         _replace(stack, JITFunction, "__call__", _nested_call(patch))
         _replace(stack, builder, "options", dataclasses.replace(builder.options, debug=True))
         for name, method in _repairs().items():

@@ -267,6 +267,20 @@ def _quick_block_init() -> Method:
 
 
 @functools.cache
+def quick_np_dtype(original: Method) -> Method:
+    """NumPy's dtype for one of Triton's, which `original` finds in a table that it makes anew each time."""
+    known: dict[str, Any] = {}
+
+    def np_dtype(dtype: Any) -> Any:
+        found = known.get(dtype.name)
+        if found is None:
+            found = known[dtype.name] = original(dtype)
+        return found
+
+    return np_dtype
+
+
+@functools.cache
 def _quick_broadcast() -> dict[str, Method]:
     """Broadcasting that sees that there is nothing to do; a method of a class from triton 3.4 on."""
     import triton.language.semantic as semantic

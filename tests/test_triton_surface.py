@@ -18,7 +18,7 @@ tl = pytest.importorskip("triton.language")
 #: Where it is, what it must take (None: anything), and what would break.
 SURFACE = {
     "triton.runtime.interpreter:InterpretedFunction.rewrite": ((), "device functions called by an interpreted kernel"),
-    "triton.runtime.interpreter:InterpretedFunction.run": (("grid", "warmup"), "every interpreted launch"),
+    "triton.runtime.interpreter:InterpretedFunction": (("fn",), "every interpreted launch"),
     "triton.runtime.interpreter:InterpreterError": (None, "errors raised inside a kernel"),
     "triton.runtime.interpreter:GridExecutor.__call__": (None, "watching.last_part"),
     "triton.runtime.interpreter:InterpreterBuilder.set_grid_idx": (("x", "y", "z"), "watching.last_part"),
