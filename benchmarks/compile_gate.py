@@ -12,10 +12,13 @@ number. Run it from the repository's root:
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
+import multiprocessing
+import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +164,21 @@ def measured(shape: Shape, target: str) -> dict[str, Any]:
     return numbers
 
 
+def measured_for(targets: Sequence[str], jobs: int) -> dict[str, dict[str, Any]]:
+    """The numbers of every shape by target."""
+    if jobs < 2 or len(targets) < 2:
+        return {target: all_measured(target) for target in targets}
+    # Fresh processes: a compiler's threads do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(targets)), mp_context=context) as pool:
+        return dict(zip(targets, pool.map(all_measured, targets), strict=True))
+
+
+def all_measured(target: str) -> dict[str, Any]:
+    """The numbers of every shape for one target."""
+    return {str(shape): measured(shape, target) for shape in all_shapes()}
+
+
 def beyond_limits(shape: Shape, target: str, numbers: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a kernel whatever the budget says."""
     where = f"{target} {shape}"
@@ -205,6 +223,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the budget of this triton version anew")
     parser.add_argument("--table", action="store_true", help="print the table of the limits' shapes alone")
     parser.add_argument("--target", action="append", choices=TARGETS, help="only this GPU; may be given again")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes, one GPU each (default: %(default)s)"
+    )
     options = parser.parse_args(None if arguments is None else list(arguments))
     targets = options.target or list(TARGETS)
     if options.table:
@@ -215,10 +236,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
     if not options.write and version not in budgets:
         print(f"no budget for triton {version}, only for {', '.join(budgets)}; write one with --write", file=sys.stderr)
         return 2
-    found, wrong, better = {}, [], 0
+    found, wrong, better = measured_for(targets, options.jobs), [], 0
     for target in targets:
         for shape in all_shapes():
-            numbers = found.setdefault(target, {})[str(shape)] = measured(shape, target)
+            numbers = found[target][str(shape)]
             wrong += beyond_limits(shape, target, numbers)
             if options.write:
                 continue

@@ -24,6 +24,7 @@ TESTS = (
     "tests/test_triton_surface.py",
     "tests/test_launch.py",
     "tests/test_memory.py",
+    "tests/test_quick_ops.py",
     "tests/fused_kv/test_fused_kv_kernel.py",
     "tests/fused_kv/test_fused_kv_caches.py",
     "tests/fused_kv/test_latent_kernel.py",
