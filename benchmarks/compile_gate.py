@@ -141,7 +141,10 @@ def compiled(shape: Shape, target: str) -> Any:
         slot = shape.heads * shape.head_dim
         strides = (2 * 16 * slot if shape.into.startswith("blocks") else 0, slot, shape.head_dim)
     # Not set_active: there is no real driver to go back to where there is no GPU.
-    before, triton.runtime.driver._active = triton.runtime.driver._active, NoDevice(TARGETS[target])
+    driver = triton.runtime.driver
+    place = "_active" if hasattr(driver, "_active") else "active"  # the latter up to triton 3.2
+    before = getattr(driver, place)
+    setattr(driver, place, NoDevice(TARGETS[target]))
     try:
         return _norm_rope_kernel.warmup(
             kv, torch.empty(tokens, dtype=torch.long), torch.empty(layers, shape.head_dim), torch.empty(layers),
@@ -152,7 +155,7 @@ def compiled(shape: Shape, target: str) -> Any:
             num_warps=shape.tile.warps, enable_fp_fusion=False, grid=(1,),
         )  # fmt: skip
     finally:
-        triton.runtime.driver._active = before
+        setattr(driver, place, before)
 
 
 def measured(shape: Shape, target: str) -> dict[str, Any]:

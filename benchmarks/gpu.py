@@ -56,7 +56,7 @@ def main() -> int:
         f"\nbf16, {options.layers} layers x {options.heads} KV heads x {HEAD_DIM}, microseconds, median, L2 flushed before each run\n"
     )
     print(
-        "| tokens | kernel | into caches | copy of the same bytes | share of copy bandwidth | eager per layer | times faster |"
+        "| tokens | kernel | into caches, slots checked | copy of the same bytes | share of a copy | eager per layer | times faster |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
