@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_specdecode import checks as rules
 from pytest_specdecode import engines as known_engines
 from pytest_specdecode import families
 from pytest_specdecode.checkpoint import CONFIG_NAME, Checkpoint
+from pytest_specdecode.checks.subject import OURS, Subject, subject_of
 from pytest_specdecode.engines import ServeOptions
 from pytest_specdecode.errors import DraftError, UnknownFamilyError
 from pytest_specdecode.families import Draft
 from pytest_specdecode.findings import CheckResult
 from pytest_specdecode.replay import baseline as baselines
 from pytest_specdecode.replay.traces import Trace
-from pytest_specdecode.report import DraftReport, Report
+from pytest_specdecode.report import CheckText, DraftReport, Report
 from pytest_specdecode.target import Target
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def check_draft(
     trace: Path | None = None,
     draft_tokens: int | None = None,
     baseline: Path | None = None,
+    fused_kv: str | Callable[..., Any] | Subject | None = None,
+    pictures: bool = False,
 ) -> Report:
     """Run the checks on the checkpoint in `path`.
 
@@ -83,6 +86,10 @@ def check_draft(
         trace: a directory of recorded hidden states of the target, see `replay`.
         draft_tokens: how many tokens a round drafts in a replay; what the draft states where None.
         baseline: the file with the accepted lengths that must not be undercut.
+        fused_kv: the implementation of the stacked K/V path that is held to account on the draft's layers: a class, called as SGLang's
+            is, with (layers, rotary_emb, num_kv_heads, head_dim, device); `MODULE:CLASS`; or `ours`, `sglang` or `vllm`. Where None,
+            ours, and only its numbers.
+        pictures: also measure what only the pictures of an HTML report show: the spread of each tensor's weights, RoPE frequencies.
 
     Returns:
         A report with one result per selected check. A checkpoint that is broken inside has failed and inconclusive checks.
@@ -91,7 +98,7 @@ def check_draft(
         CheckpointError: there is no checkpoint in `path`, or no readable configuration in `target`.
         UnknownCheckError: `checks` or `skip` names no check and no group.
         ServeOptionError: `serve` states an unknown option or a value that it cannot have.
-        DraftError: an unknown engine, or a trace or a baseline that cannot be read.
+        DraftError: an unknown engine, a trace or a baseline that cannot be read, or no such implementation of the stacked path.
     """
     selected = rules.select(_names(checks), _names(skip))
     context = open_context(
@@ -103,8 +110,11 @@ def check_draft(
         trace=trace,
         draft_tokens=draft_tokens,
         baseline=baseline,
+        fused_kv=fused_kv,
+        pictures=pictures,
     )
-    return Report(drafts=(draft_report(path, context, [run_check(item, context) for item in selected]),))
+    results = [run_check(item, context) for item in selected]
+    return Report(drafts=(draft_report(path, context, results),), about=about(results))
 
 
 def replay(
@@ -174,6 +184,8 @@ def open_context(
     trace: Path | None = None,
     draft_tokens: int | None = None,
     baseline: Path | None = None,
+    fused_kv: str | Callable[..., Any] | Subject | None = None,
+    pictures: bool = False,
 ) -> rules.Context:
     """What the checks of one draft share; errors as `check_draft`."""
     return context_of(
@@ -185,6 +197,8 @@ def open_context(
         trace=trace,
         draft_tokens=draft_tokens,
         baseline=baseline,
+        fused_kv=fused_kv,
+        pictures=pictures,
     )
 
 
@@ -198,6 +212,8 @@ def context_of(
     trace: Path | None = None,
     draft_tokens: int | None = None,
     baseline: Path | None = None,
+    fused_kv: str | Callable[..., Any] | Subject | None = None,
+    pictures: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> rules.Context:
     """As `open_context`, for a draft that is open already."""
@@ -211,6 +227,8 @@ def context_of(
         trace=None if trace is None else Trace.open(trace),
         draft_tokens=draft_tokens,
         baseline=None if baseline is None else baselines.read(baseline),
+        fused_kv=None if fused_kv is None else subject_of(fused_kv),
+        pictures=pictures,
         progress=progress,
     )
 
@@ -236,7 +254,15 @@ def draft_report(path: Path, context: rules.Context, results: Iterable[CheckResu
         spec=draft.spec,
         results=tuple(results),
         engines=known_engines.versions(context.engines),
+        fused_kv=OURS if context.fused_kv is None else context.fused_kv.name,
+        config_file=os.path.abspath(draft.checkpoint.path / CONFIG_NAME),
     )
+
+
+def about(results: Iterable[CheckResult]) -> dict[str, CheckText]:
+    """What the checks of `results` are about, in words, for the reports that show it."""
+    found = (rules.REGISTRY[id] for id in dict.fromkeys(result.id for result in results) if id in rules.REGISTRY)
+    return {item.id: CheckText(title=item.title, why=item.why, fix=item.fix) for item in found}
 
 
 def _names(names: Iterable[str] | str | None) -> list[str] | None:

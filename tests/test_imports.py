@@ -37,6 +37,8 @@ def python(code: str) -> str:
         "pytest_specdecode.checks",
         "pytest_specdecode.families",
         "pytest_specdecode.engines",
+        "pytest_specdecode.engines.subjects",
+        "pytest_specdecode.report",
         "pytest_specdecode.fused_kv",
     ],
 )

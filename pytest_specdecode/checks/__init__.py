@@ -24,6 +24,7 @@ from pytest_specdecode.checks import heads
 from pytest_specdecode.checks import speculators
 from pytest_specdecode.checks import layers
 from pytest_specdecode.checks import fused_kv
+from pytest_specdecode.checks import fused_kv_subject
 from pytest_specdecode.checks import target
 from pytest_specdecode.checks import serving
 from pytest_specdecode.checks import acceptance
@@ -54,6 +55,7 @@ __all__ = [
     "dspark",
     "files",
     "fused_kv",
+    "fused_kv_subject",
     "heads",
     "layers",
     "mtp",

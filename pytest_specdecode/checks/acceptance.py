@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 #: Of the baseline's accepted length, below which a draft fails.
 SHARE = 0.95
 
+#: Of the tokens that a trace calls the target's own, the share that the target at hand is to choose again; rounding moves a few.
+CONFIRMED = 0.9
+
 _LENGTH = "acceptance.length"
 _CONVENTIONS = "acceptance.conventions"
 
@@ -43,6 +46,16 @@ def length(context: Context) -> Iterator[Finding]:
     result = measured(context)
     context.figures[_LENGTH] = result.to_dict()
     context.notes[_LENGTH] = str(result)
+    if doubted := [file for file in result.files if file.confirmed is not None and file.confirmed < CONFIRMED]:
+        least = min(doubted, key=lambda file: file.confirmed or 0.0)
+        yield context.warn(
+            f"the trace calls tokens the target's own of which the target chooses {least.confirmed:.0%}; a draft that agrees with it "
+            "is marked wrong at the others",
+            where=", ".join(file.file for file in doubted),
+            got=least.confirmed,
+            due=f"{CONFIRMED} or more",
+            fix="record texts that this target wrote greedily, or leave the mask out of the trace, so that its choice is worked out",
+        )
     if not result.is_served_figure or context.baseline is None:
         return
     entry = context.baseline.get(context.draft.name)

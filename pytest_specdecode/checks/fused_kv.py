@@ -6,6 +6,7 @@ One check per homogeneity axis, from the configuration and the headers alone: th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from pytest_specdecode import engines
 from pytest_specdecode.checks.keys import layer_key
@@ -139,12 +140,18 @@ def norm_eps(context: Context) -> Iterator[Finding]:
 def matches_reference(context: Context) -> Iterator[Finding]:
     """K within eager's own error of the truth, V bit for bit, at positions near and far."""
     require_layers(context)
+    if context.fused_kv is not None and not context.fused_kv.is_ours:
+        from pytest_specdecode.checks.fused_kv_subject import own_layers
+
+        yield from own_layers(context)
+        return
     from pytest_specdecode.launch import triton_missing
 
     if (reason := triton_missing()) is not None:
         raise Inconclusive(f"the kernel cannot run: {reason}")
     import torch
 
+    from pytest_specdecode.checks.figures import error_by_head
     from pytest_specdecode.fused_kv.reference import eager_kv, fused_kv_reference
     from pytest_specdecode.memory import guarded
     from pytest_specdecode.numerics import NumericsError, assert_close, assert_exact
@@ -167,6 +174,12 @@ def matches_reference(context: Context) -> Iterator[Finding]:
         k, v = stack.compute(hidden, positions)
     truth_k, truth_v = fused_kv_reference(layers, hidden, positions)
     eager_k, eager_v = eager_kv(layers, hidden, positions)
+    context.figures["fused-kv.matches-reference"] = {
+        "k_error": error_by_head(k, truth_k),
+        "k_eager": error_by_head(eager_k, truth_k),
+        "v_error": error_by_head(v, truth_v),
+        "v_eager": error_by_head(eager_v, truth_v),
+    }
     try:
         measured = assert_close(k, truth_k, eager_k, what="K", reduction_sizes=(stack.hidden_size, stack.head_dim))
         assert_close(v, truth_v, eager_v, what="V", reduction_sizes=(stack.hidden_size,))
@@ -305,17 +318,17 @@ def _sliced(context: Context, counts: list[int]) -> Iterator[Finding]:
     """K and V of the ranks' stacks, put together, against the whole stack's; ranks that share a head agree bit for bit."""
     import torch
 
-    from pytest_specdecode.fused_kv.path import FusedKV
     from pytest_specdecode.fused_kv.reference import fused_kv_reference
     from pytest_specdecode.numerics import NumericsError, assert_close, assert_exact
 
     try:
         layers = context.draft.layers(device=context.device)
-        whole = context.draft.fused_kv(layers=layers, device=context.device)
+        context.draft.fused_kv(layers=layers, device=context.device)
     except FusedKVError as error:
         raise Inconclusive(f"the layers are no stack: {error}; see fused-kv.{error.axis}") from None
     except DraftError as error:
         raise Inconclusive(f"a layer does not build: {error}; see layers.build") from None
+    whole = _path(context, layers)
     last = min(layers[0].self_attn.rotary_emb.max_position_embeddings or 2048, 32768) - 1
     positions = torch.tensor([0, 3, 1, last], device=context.device)
     generator = torch.Generator().manual_seed(20240607)
@@ -324,12 +337,7 @@ def _sliced(context: Context, counts: list[int]) -> Iterator[Finding]:
     for ranks in counts:
         pieces = []
         for rank in range(ranks):
-            sliced = rank_layers(layers, ranks, rank)
-            attn = sliced[0].self_attn
-            stack = FusedKV(
-                sliced, attn.rotary_emb, attn.num_kv_heads, attn.head_dim, context.device, backend=whole.backend
-            )
-            pieces.append(stack.compute(hidden, positions))
+            pieces.append(_path(context, rank_layers(layers, ranks, rank)).compute(hidden, positions))
         copies = max(1, ranks // whole.num_kv_heads)
         try:
             for part, name in enumerate("KV"):
@@ -351,6 +359,24 @@ def _sliced(context: Context, counts: list[int]) -> Iterator[Finding]:
                 due=error.due,
                 fix="look at the order of the rows of K and V: all heads of K, then all heads of V",
             )
+
+
+def _path(context: Context, layers: Sequence[Any]) -> Any:
+    """The stacked path over `layers`: ours, or that of the implementation which is held to account.
+
+    Raises:
+        Inconclusive: that implementation does not serve them.
+    """
+    from pytest_specdecode.fused_kv.path import FusedKV
+    from pytest_specdecode.trials import Served, error_text
+
+    subject = context.fused_kv
+    try:
+        return Served(FusedKV if subject is None else subject.build, layers, context.device)
+    except Exception as error:
+        if subject is None or subject.is_ours:
+            raise
+        raise Inconclusive(f"{subject.name} does not serve these layers: {error_text(error)}") from None
 
 
 def _faults(context: Context) -> list[FusedKVError]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pytest_specdecode import engines
+from pytest_specdecode.checks.subject import Subject
 from pytest_specdecode.engines import Misnames, Reading, ServeOptions
 from pytest_specdecode.errors import DraftError
 from pytest_specdecode.families import Draft
@@ -107,6 +108,8 @@ class Context:
         trace: recorded hidden states of the target, where they were given.
         draft_tokens: how many tokens a round drafts; None for what the draft states.
         baseline: accepted lengths that drafts had before, by name; None where there is no such file, and it judges nothing.
+        fused_kv: the implementation of the stacked K/V path that is held to account; None for ours, held to its numbers alone.
+        pictures: whether a report is asked for that draws what checks measure; then those measure what they need not to judge.
         progress: told now and then how far a long check is.
         notes: figures that a passing check wants shown; the check sets `notes[its id]`.
         figures: what a check measured, in values JSON can hold, for the report; the check sets `figures[its id]`.
@@ -122,6 +125,8 @@ class Context:
     trace: Trace | None = None
     draft_tokens: int | None = None
     baseline: Mapping[str, Entry] | None = None
+    fused_kv: Subject | None = None
+    pictures: bool = False
     progress: Callable[[str], None] | None = None
     notes: dict[str, str] = field(default_factory=dict)
     figures: dict[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pytest_specdecode.checks.figures import rope_curves
 from pytest_specdecode.checks.keys import DEPTH_KEYS
 from pytest_specdecode.checks.registry import Context, Inconclusive, Skip, check, require_layers
 from pytest_specdecode.engines.base import at
@@ -244,6 +245,9 @@ def rope(context: Context) -> Iterator[Finding]:
     theirs = [item for item in _target(context).ropes if _number(item.get("rope_theta")) is not None]
     if not theirs:
         raise Inconclusive("the target's config.json states no rope_theta")
+    if context.pictures:
+        turning = [item for item in attentions if item is not None and getattr(item, "rotates", True)]
+        context.figures["target.rope"] = rope_curves(turning, _target(context), theirs)
     findings: list[Finding] = []
     for mine in _different([item for item in ropes if item.theta is not None]):
         alike = [item for item in theirs if item["rope_theta"] == mine.theta]

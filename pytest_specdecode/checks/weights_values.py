@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from pytest_specdecode import engines
+from pytest_specdecode.checks.figures import weight_spreads
 from pytest_specdecode.checks.registry import Context, check
 from pytest_specdecode.checks.scan import TensorStats, is_cache_scale, scan
 from pytest_specdecode.findings import Finding, Outcome
@@ -22,6 +23,8 @@ from pytest_specdecode.findings import Finding, Outcome
 )
 def finite(context: Context) -> Iterator[Finding]:
     """All tensors with non-finite values in one finding."""
+    if context.pictures:
+        context.figures["weights.finite"] = {"tensors": weight_spreads(context.draft)}
     bad = {stats.header.name: stats.nonfinite for stats in scan(context.draft).values() if stats.nonfinite}
     if bad:
         first = next(iter(bad))

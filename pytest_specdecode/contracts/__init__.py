@@ -15,6 +15,7 @@ from pytest_specdecode.contracts.base import Contract, ContractError, cases, exa
 from pytest_specdecode.contracts.checkpoint_reader import CheckpointReaderContract
 from pytest_specdecode.contracts.draft_layer import DraftLayerContract
 from pytest_specdecode.contracts.fused_kv import AxisOutcome, FusedKVContract, try_axis
+from pytest_specdecode.contracts.machine import FusedKVMachine, fused_kv_machine
 from pytest_specdecode.contracts.rounding import ROUNDINGS, rounded_kv
 from pytest_specdecode.watching import last_part, watched
 
@@ -26,8 +27,10 @@ __all__ = [
     "ContractError",
     "DraftLayerContract",
     "FusedKVContract",
+    "FusedKVMachine",
     "cases",
     "examples",
+    "fused_kv_machine",
     "last_part",
     "rounded_kv",
     "try_axis",

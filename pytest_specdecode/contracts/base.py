@@ -60,7 +60,9 @@ class Contract:
         if found is None:
             return
         argument, cases = found
-        parameters = [pytest.param(value, id=name, marks=self._marks(name)) for name, value in cases.items()]
+        # By this mark Hypothesis tells cases apart, and gives each a key of its own in the example database: the one that a fuzzer uses.
+        case = pytest.mark.parametrize(argument, list(cases))
+        parameters = [pytest.param(value, id=name, marks=[case, *self._marks(name)]) for name, value in cases.items()]
         metafunc.parametrize(argument, parameters)
 
     def has_gap(self, name: str) -> bool:
@@ -89,15 +91,22 @@ def cases(argument: str, properties: Iterable[str] | Mapping[str, Any]) -> Calla
     return attach
 
 
+def scaled(count: int) -> int:
+    """A test's own number of examples, times as many as the loaded Hypothesis profile has more than its usual 100."""
+    return count * max(1, settings().max_examples // 100)
+
+
 def examples(count: int) -> Callable[[Test], Test]:
     """Hypothesis settings of one test. The first call of a kernel takes long, so there is no deadline; explaining a failure, as Hypothesis
     does after shrinking it, takes as many calls again and says little of a stack.
 
     The tests are inherited, so several classes run one function. They share nothing but that, which is what the health check is about.
+
+    Database and randomness are those of the profile that is loaded when the contracts are imported.
     """
     return settings(
         deadline=None,
-        max_examples=count,
+        max_examples=scaled(count),
         phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
         suppress_health_check=[HealthCheck.differing_executors],
     )

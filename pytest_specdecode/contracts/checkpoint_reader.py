@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pytest_specdecode.checkpoint import INDEX_NAME
+from pytest_specdecode.checkpoint import INDEX_NAME, PICKLE_INDEX_NAME
 from pytest_specdecode.contracts.base import DRAWN, Contract, ContractError, cases, examples
 from pytest_specdecode.families import FAMILIES
 from pytest_specdecode.numerics import NumericsError, assert_exact
+from pytest_specdecode.strategies import DraftFiles, checkpoints
 from pytest_specdecode.testing import random_tensors, stored_names, tiny_config, write_checkpoint
 
 Tensors = Mapping[str, Tensor]
@@ -54,7 +55,20 @@ class CheckpointReaderContract(Contract):
         tensors = {rename(name): value for name, value in random_tensors(config, family).items()}
         self._read(write_checkpoint(tmp_path / "draft", config, tensors), tensors)
 
-    @cases("packaging", ["prefixed", "joined", "speculators", "sharded", "pickled", "metadata", "empty-tensors"])
+    @cases(
+        "packaging",
+        [
+            "prefixed",
+            "joined",
+            "speculators",
+            "sharded",
+            "pickled",
+            "pickled-shards",
+            "quantised",
+            "metadata",
+            "empty-tensors",
+        ],
+    )
     def test_packagings(self, packaging: str, tmp_path: Path) -> None:
         """The same draft in the other ways in which drafts are written."""
         config, tensors = tiny_config("eagle3"), random_tensors(tiny_config("eagle3"), "eagle3")
@@ -68,10 +82,14 @@ class CheckpointReaderContract(Contract):
             config = {"speculators_model_type": "eagle3", "transformer_layer_config": config}
         if packaging == "empty-tensors":
             tensors |= {"none": torch.zeros(0, 4), "scalar": torch.tensor(2.5)}
+        if packaging == "quantised":
+            stored = {storage: stored_as(storage, tensors) for storage in QUANTISED}
+            tensors = {f"{storage}.{name}": value for storage in stored for name, value in stored[storage].items()}
+        if packaging.startswith("pickled"):
+            shards = 2 if packaging == "pickled-shards" else 1
+            self._read(_write_pickled(tmp_path / "draft", config, tensors, shards=shards), tensors)
+            return
         path = write_checkpoint(tmp_path / "draft", config, tensors, shards=3 if packaging == "sharded" else 1)
-        if packaging == "pickled":
-            (path / _FILE).unlink()
-            torch.save(tensors, path / "pytorch_model.bin")
         if packaging == "metadata":
             _rewrite(path / _FILE, lambda entries, data: ({**entries, "__metadata__": {"note": "é"}}, data))
         self._read(path, tensors)
@@ -93,6 +111,25 @@ class CheckpointReaderContract(Contract):
         }
         with tempfile.TemporaryDirectory() as folder:
             self._read(write_checkpoint(Path(folder) / "draft", {}, tensors, shards=min(shards, len(tensors))), tensors)
+
+    @cases("rest", [f"drafts{DRAWN}"])
+    @examples(25)
+    @given(data=st.data())
+    def test_reads_any_draft(self, rest: str, data: st.DataObject) -> None:
+        """Any draft of any family, as any exporter writes it: its packaging, its names, joined or not, quantised or not, in one file or
+        several, pickled or not. What the subject is known not to read is not drawn."""
+        files = data.draw(
+            checkpoints(max_shards=1 if self.has_gap("sharded") else 3).filter(self._is_read), label="draft"
+        )
+        storage = data.draw(
+            st.sampled_from(("plain", *(() if self.has_gap("quantised") else QUANTISED))), label="storage"
+        )
+        pickled = not self.has_gap("pickled") and data.draw(st.booleans(), label="pickled")
+        tensors = files.tensors if storage == "plain" else stored_as(storage, files.tensors)
+        shards = 1 if pickled and self.has_gap("pickled-shards") else min(files.shards, len(tensors))
+        write = _write_pickled if pickled else write_checkpoint
+        with tempfile.TemporaryDirectory() as folder:
+            self._read(write(Path(folder) / "draft", files.config, tensors, shards=shards), tensors)
 
     # --- refusing ---
 
@@ -140,6 +177,16 @@ class CheckpointReaderContract(Contract):
 
     # --- building blocks ---
 
+    def _is_read(self, files: DraftFiles) -> bool:
+        """Whether no declared gap says that the subject does not read such a draft."""
+        odd = {
+            files.family: True,
+            "speculators": "speculators_model_type" in files.config,
+            "joined": files.joined,
+            "prefixed": files.naming != "own",
+        }
+        return not any(self.has_gap(name) for name, is_so in odd.items() if is_so)
+
     def _read(self, path: Path, tensors: Tensors) -> None:
         found = self.build(path)
         if set(found) != set(tensors):
@@ -162,6 +209,89 @@ class CheckpointReaderContract(Contract):
         except Exception:
             return
         raise ContractError(f"{damage}: taken for a checkpoint of {sorted(read)}")
+
+
+# --- other ways to store a draft ----------------------------------------------------------------------------------------------------------
+
+#: Ways in which quantising exporters store a matrix.
+QUANTISED = ("fp8", "compressed-tensors", "gptq", "mlx", "bitsandbytes")
+
+
+def stored_as(storage: str, tensors: Tensors) -> dict[str, Tensor]:
+    """The draft's matrices as a quantising exporter stores them: under its names, in its dtypes and shapes, with what lies beside them.
+
+    The numbers are not those that the exporter would find; a reader returns what is there. A matrix whose extents do not fill words stays.
+    """
+    generator = torch.Generator().manual_seed(11)
+    found: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        stem, _, last = name.rpartition(".")
+        fills = value.ndim == 2 and value.is_floating_point() and not any(extent % 8 for extent in value.shape)
+        parts = _parts(storage, value, generator) if last == "weight" and fills else {last: value.clone()}
+        found |= {f"{stem}.{part}" if stem else part: tensor for part, tensor in parts.items()}
+    return found
+
+
+def _parts(storage: str, value: Tensor, generator: torch.Generator) -> Tensors:
+    """What stands in the place of a matrix `[O, I]`, by the last part of its name."""
+    rows, columns = value.shape
+
+    def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
+        size = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
+        raw = torch.randint(0, 64 if dtype.is_floating_point else 256, (size,), dtype=torch.uint8, generator=generator)
+        return raw.view(dtype).reshape(shape)
+
+    if storage == "fp8":
+        return {
+            "weight": value.clamp(-400, 400).to(torch.float8_e4m3fn),
+            "weight_scale": numbers(torch.float32, rows, 1),
+        }
+    if storage == "compressed-tensors":
+        return {
+            "weight_packed": numbers(torch.int32, rows, columns // 8),
+            "weight_scale": numbers(torch.bfloat16, rows, columns // 8),
+            "weight_shape": torch.tensor([rows, columns]),
+        }
+    if storage == "gptq":
+        return {
+            "qweight": numbers(torch.int32, columns // 8, rows),
+            "qzeros": numbers(torch.int32, 1, rows // 8),
+            "scales": numbers(torch.float16, 1, rows),
+            "g_idx": torch.zeros(columns, dtype=torch.int32),
+        }
+    if storage == "mlx":
+        return {
+            "weight": numbers(torch.int32, rows, columns // 8).view(torch.uint32),
+            "scales": numbers(torch.bfloat16, rows, columns // 8),
+            "biases": numbers(torch.bfloat16, rows, columns // 8),
+        }
+    state = torch.frombuffer(bytearray(b'{"blocksize": 64}'), dtype=torch.uint8)
+    return {
+        "weight": numbers(torch.uint8, rows * columns // 2, 1),
+        "weight.absmax": numbers(torch.uint8, rows * columns // 8),
+        "weight.quant_map": numbers(torch.float32, 16),
+        "weight.quant_state.bitsandbytes__nf4": state,
+    }
+
+
+def _write_pickled(directory: Path, config: Mapping[str, Any], tensors: Tensors, *, shards: int = 1) -> Path:
+    """`config` and `tensors` as torch.save writes them, in one file or in several with an index."""
+    path = write_checkpoint(directory, config, {})
+    (path / _FILE).unlink()
+    # A view would be written with all that it is a view of.
+    held = {name: value.clone() for name, value in tensors.items()}
+    if shards == 1:
+        torch.save(held, path / "pytorch_model.bin")
+        return path
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"pytorch_model-{shard + 1:05d}-of-{shards:05d}.bin"
+        part = {name: held[name] for name in sorted(held)[shard::shards]}
+        torch.save(part, path / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (path / PICKLE_INDEX_NAME).write_text(json.dumps(index), encoding="utf-8")
+    return path
 
 
 # --- damage -------------------------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ so a read or a write that is not its own shows wherever it happens.
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -24,8 +22,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pytest_specdecode.contracts.base import DRAWN, Contract, ContractError, cases, examples
-from pytest_specdecode.contracts.fakes import as_namespace, placed, with_rows
-from pytest_specdecode.contracts.rounding import ROUNDINGS, Rounding, rounded_kv
+from pytest_specdecode.contracts.fakes import placed, with_rows
+from pytest_specdecode.contracts.machine import LIVES, fused_kv_machine, live
+from pytest_specdecode.contracts.rounding import FEW_NUMBERS, ROUNDINGS, Rounding, assert_kv, rounded_kv
 from pytest_specdecode.fused_kv import AXES, eager_kv, fused_kv_reference
 from pytest_specdecode.fused_kv.tensor_parallel import rank_kv_heads, rank_layers
 from pytest_specdecode.memory import KernelMemoryError, banded_copy, still_poison
@@ -43,6 +42,7 @@ from pytest_specdecode.strategies import (
 )
 from pytest_specdecode.strategies.kernels import drawn_positions
 from pytest_specdecode.strategies.tensors import filled
+from pytest_specdecode.trials import Trial, tried
 from pytest_specdecode.watching import last_part, watched
 
 #: What the fixed cases are made of: small, and no two extents equal.
@@ -104,12 +104,6 @@ POSITIONS: Mapping[str, str] = {
     "repeated-positions": "repeated",
     "unsorted-positions": "unsorted",
     "strided-positions": "strided",
-}
-
-#: For numbers of few kinds: a whole tensor may be one row repeated, and then all its errors may be the same half ulp. So twice the slack
-#: for the mean.
-_FEW_NUMBERS = {
-    dtype: dataclasses.replace(tolerance, mean_ulps=2 * tolerance.mean_ulps) for dtype, tolerance in TOLERANCES.items()
 }
 
 
@@ -200,7 +194,7 @@ class FusedKVContract(Contract):
             self._compute(stack, subject, tokens=4)
 
     @cases("rest", [f"plain{DRAWN}"])
-    @examples(15)
+    @examples(25)
     @given(data=st.data())
     def test_serves_any(self, rest: str, data: st.DataObject) -> None:
         """Any stack of one to eight layers, any input. What the subject is known not to do is not drawn."""
@@ -208,14 +202,18 @@ class FusedKVContract(Contract):
         def unless(gap: str, *values: Any) -> Any:
             return values[0] if self.has_gap(gap) else st.sampled_from(values)
 
-        config = layer_configs(
-            num_kv_heads=st.sampled_from((1, 2)),
-            head_dim=st.sampled_from((2, 3, 5, 8, 80)),
-            bias=unless("bias-everywhere", False, True),
-            norm_kind=unless("gemma-norm-everywhere", "rms", "gemma"),
-            value_scale=unless("value-scale-everywhere", 1.0, 0.612),
-            rope_scaling={} if self.has_gap("scaled-rope") else None,
-            max_position_embeddings=unless("growing-table", 64, 300),
+        whole = self.has_gap("partial-rotary")
+        config = st.sampled_from((2, 8, 80) if whole else (2, 3, 5, 8, 80)).flatmap(
+            lambda head_dim: layer_configs(
+                num_kv_heads=st.sampled_from((1, 2)),
+                head_dim=head_dim,
+                rotary_dim=head_dim if whole else None,
+                bias=unless("bias-everywhere", False, True),
+                norm_kind=unless("gemma-norm-everywhere", "rms", "gemma"),
+                value_scale=unless("value-scale-everywhere", 1.0, 0.612),
+                rope_scaling={} if self.has_gap("scaled-rope") else None,
+                max_position_embeddings=unless("growing-table", 64, 300),
+            )
         )
         inputs = data.draw(
             kernel_inputs(
@@ -327,7 +325,8 @@ class FusedKVContract(Contract):
     def test_memory(self, what: str) -> None:
         """Nothing outside the tensors is touched, the inputs stay as they were, and every element is written."""
         # Widths that no block of a power of two fits, and more rows than one.
-        stack = _stack(layers=2, head_dim=10, rotary_dim=6, num_heads=3, num_kv_heads=3)
+        rotary_dim = 10 if self.has_gap("partial-rotary") else 6
+        stack = _stack(layers=2, head_dim=10, rotary_dim=rotary_dim, num_heads=3, num_kv_heads=3)
         subject = self._built(stack)
         values = {
             "ctx_hidden": _context(stack, 3).to(self._device),
@@ -430,6 +429,17 @@ class FusedKVContract(Contract):
         self.refresh(subject, layers)
         self._compute(stack, subject, tokens=2)
 
+    @cases("rest", [f"calls{DRAWN}"])
+    @examples(LIVES)
+    @given(data=st.data())
+    def test_calls_any(self, rest: str, data: st.DataObject) -> None:
+        """Calls of any kind into caches, among writes to the weights and growth of the table; see `FusedKVMachine`."""
+        kind = type(self)
+        machine = fused_kv_machine(
+            kind.build, refresh=kind.refresh, rounding=self.rounding, gaps=self.known_gaps, device=self.device
+        )
+        live(machine, data)
+
     @cases("heads", {"tensor-parallel": 4, "replicated-heads": 2})
     def test_ranks(self, heads: int) -> None:
         """Layers as each tensor-parallel rank holds them: its heads of the whole, and no other's."""
@@ -486,17 +496,7 @@ class FusedKVContract(Contract):
         self, stack: Stack, subject: Any, ctx: Tensor, positions: Tensor, *, few_numbers: bool = False
     ) -> tuple[Tensor, Tensor]:
         got = self._run(subject, ctx, positions)
-        truth = fused_kv_reference(stack.layers, ctx.to(stack.layers[0].self_attn.qkv_proj.weight.dtype), positions)
-        base = rounded_kv(stack.layers, ctx, positions, self.rounding)
-        for name, tensor, due, eager in zip("KV", got, truth, base, strict=True):
-            assert_close(
-                tensor,
-                due,
-                eager,
-                what=name,
-                reduction_sizes=(stack.hidden_size, stack.head_dim),
-                tolerance=_FEW_NUMBERS[eager.dtype] if few_numbers else None,
-            )
+        assert_kv(got, stack.layers, ctx, positions, self.rounding, few_numbers=few_numbers)
         return got
 
     def _reject(self, broken: BrokenStack) -> None:
@@ -559,64 +559,19 @@ def _outcome(build: Callable[[], Any], layers: Sequence[Any], names: set[int]) -
     ctx = ctx.to(dtype if dtype in TOLERANCES else torch.float32)
     positions = torch.tensor([23])
     device = layers[0].self_attn.k_norm.weight.device if layers[0].self_attn.k_norm is not None else ctx.device
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
-    try:
-        with watched():
-            build().materialize(
-                ctx.to(device),
-                positions.to(device),
-                lambda layer, k, v: seen.__setitem__(layer, (k.clone().cpu(), v.clone().cpu())),
-            )
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        if seen:
-            return AxisOutcome(kind="crashed", detail=f"after layer {max(seen)} was handed over, {text}")
-        if _named_layer(error) in names:
-            return AxisOutcome(kind="rejected", detail=text)
-        refused = isinstance(error, (ValueError, NotImplementedError))
-        return AxisOutcome(kind="rejected-unnamed" if refused else "crashed", detail=text)
-    found = (_wrong(seen.get(index), layer, ctx, positions) for index, layer in enumerate(layers))
-    wrong = [each for each in found if each is not None]
-    if wrong:
-        return AxisOutcome(kind="served-wrong", detail="; ".join(wrong[:3]))
-    return AxisOutcome(kind="served-right", detail="each layer's K and V are its own")
+    trial = tried(build, layers, ctx.to(device), positions.to(device), FEW_NUMBERS)
+    if trial.kind == "right":
+        return AxisOutcome(kind="served-right", detail="each layer's K and V are its own")
+    return AxisOutcome(kind=_kind(trial, names), detail=trial.text[:300])
 
 
-def _wrong(pair: tuple[Tensor, Tensor] | None, layer: Any, ctx: Tensor, positions: Tensor) -> str | None:
-    """How wrong a layer's K and V are, or None where they are right."""
-    if pair is None:
-        return "a layer was not handed over"
-    attn = layer.self_attn
-    width = getattr(attn, "v_head_dim", attn.head_dim)
-    if width != attn.head_dim:
-        return f"V is {pair[1].shape[-1]} wide, due is {width}"
-    try:
-        # K starts where the rows say, whatever the layer states.
-        own = as_namespace(layer, q_size=attn.qkv_proj.weight.shape[0] - 2 * attn.kv_size)
-        truth = fused_kv_reference([own], ctx, positions)
-        eager = eager_kv([own], ctx, positions)
-    except Exception as error:
-        return f"served layers that have no such K and V ({type(error).__name__})"
-    for name, got, due, base in zip("KV", pair, truth, eager, strict=True):
-        if got.shape != due.shape[1:]:
-            return f"{name} is {tuple(got.shape)}, due is {tuple(due.shape[1:])}"
-        try:
-            assert_close(got[None].to(base.dtype), due, base, what=name, tolerance=_FEW_NUMBERS[base.dtype])
-        except NumericsError:
-            return f"{name} is off by up to {float((got.double() - due[0]).abs().max()):.2g}"
-    return None
-
-
-_NAMED = re.compile(r"\blayers?\b\D{0,12}?(\d+)", re.IGNORECASE)
-
-
-def _named_layer(error: Exception) -> int | None:
-    """The layer that an error names: its attribute `layer`, or else the first in its text."""
-    stated = getattr(error, "layer", None)
-    if isinstance(stated, int):
-        return stated
-    found = _NAMED.search(str(error))
-    return int(found[1]) if found else None
+def _kind(trial: Trial, names: set[int]) -> OutcomeKind:
+    if trial.kind == "wrong":
+        return "served-wrong"
+    if trial.kind == "refused" and trial.layer in names:
+        return "rejected"
+    unnamed = trial.kind == "refused" and isinstance(trial.error, (ValueError, NotImplementedError))
+    return "rejected-unnamed" if unnamed else "crashed"
 
 
 # --- inputs -------------------------------------------------------------------------------------------------------------------------------

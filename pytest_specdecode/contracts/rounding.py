@@ -6,6 +6,7 @@ rounding at the store, 29 % of the elements differ where the normed K is rounded
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -13,12 +14,52 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pytest_specdecode.fused_kv import fused_kv_reference
 from pytest_specdecode.fused_kv.stack import norm_eps_of, norm_kind_of, value_scale_of
+from pytest_specdecode.numerics import TOLERANCES, assert_close
 
 #: After the projection, which always is rounded: K once, at the store (SGLang's stacked kernel, FusedKV); after norm and weight as well
 #: (vLLM's and DSpark's); or after every operation, with a table in the weights' dtype (layer-by-layer code of Hugging Face's kind).
 Rounding = Literal["at-the-store", "after-the-norm", "after-each-step"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+
+#: For numbers of few kinds: a whole tensor may be one row repeated, and then all its errors may be the same half ulp. So twice the slack
+#: for the mean.
+FEW_NUMBERS = {
+    dtype: dataclasses.replace(tolerance, mean_ulps=2 * tolerance.mean_ulps) for dtype, tolerance in TOLERANCES.items()
+}
+
+
+def assert_kv(
+    got: tuple[Tensor, Tensor],
+    layers: Sequence[Any],
+    ctx_hidden: Tensor,
+    positions: Tensor,
+    rounding: Rounding,
+    *,
+    few_numbers: bool = False,
+) -> None:
+    """K and V, each `[L, T, num_kv_heads, head_dim]`, are as near to the float64 reference as rounding where `rounding` says gets them.
+
+    Args:
+        got: what was handed over. layers, ctx_hidden, positions, rounding: as for `rounded_kv`.
+        few_numbers: the numbers may be of few kinds; see `FEW_NUMBERS`.
+
+    Raises:
+        NumericsError: they are not.
+    """
+    truth = fused_kv_reference(layers, ctx_hidden.to(layers[0].self_attn.qkv_proj.weight.dtype), positions)
+    base = rounded_kv(layers, ctx_hidden, positions, rounding)
+    attn = layers[0].self_attn
+    for name, tensor, due, eager in zip("KV", got, truth, base, strict=True):
+        assert_close(
+            tensor,
+            due,
+            eager,
+            what=name,
+            reduction_sizes=(ctx_hidden.shape[-1], attn.head_dim),
+            tolerance=FEW_NUMBERS[eager.dtype] if few_numbers else None,
+        )
 
 
 def rounded_kv(

@@ -55,7 +55,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Print the checks and stop, where that was asked."""
+    """Print the checks, or write a test file, and stop, where that was asked."""
+    if config.getoption(options.WRITE_TEST) is not None:
+        from pytest_specdecode.plugin.starting_test import write_for
+
+        print(write_for(config))
+        return int(pytest.ExitCode.OK)
     if not config.getoption(options.LIST_CHECKS):
         return None
     from pytest_specdecode.plugin.reporting import table_of_checks

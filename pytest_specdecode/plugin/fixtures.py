@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_specdecode.checks import Check, Context
+    from pytest_specdecode.checks.subject import Subject
     from pytest_specdecode.families import Draft, ReferenceLayer
     from pytest_specdecode.fused_kv import FusedKV
     from pytest_specdecode.spec import DraftSpec
+    from pytest_specdecode.trials import Served
 
 NO_MODEL = "no draft model: give one with --draft-model=DIR, or with draft_model in the ini file"
 NO_TARGET = "no target: give its directory with --draft-target=DIR, or with draft_target in the ini file"
@@ -77,14 +79,27 @@ def draft_layers(draft: Draft, draft_spec: DraftSpec, draft_device: str) -> tupl
 
 
 @pytest.fixture(scope="session")
-def fused_kv(_stackable_draft: Draft, draft_layers: tuple[ReferenceLayer, ...], draft_device: str) -> FusedKV:
+def fused_kv(
+    request: pytest.FixtureRequest, _stackable_draft: Draft, draft_layers: tuple[ReferenceLayer, ...], draft_device: str
+) -> FusedKV | Served:
     """The stacked K/V path over all draft layers, as an engine builds it: one GEMM and one kernel for every layer.
 
         def test_mine(fused_kv):
             fused_kv.materialize(ctx_hidden, positions, write_layer_kv)
 
+    With --draft-fused-kv it is that implementation's, which has `materialize`, `compute`, `hidden_size`, `dtype` and what else the
+    implementation itself has; its Triton kernels are interpreted on a CPU.
+
     Skipped, with the reason, for a family that has no such path in any engine; fails where the layers cannot be stacked.
     """
+    if (subject := _named_path(request)) is not None:
+        from pytest_specdecode.trials import Served, error_text
+
+        try:
+            return Served(subject.build, draft_layers, draft_device)
+        except Exception as error:
+            reason = f"{subject.name} does not serve the layers of {_stackable_draft.name}: {error_text(error)}"
+            pytest.fail(reason, pytrace=False)
     with _in_one_line():
         return _stackable_draft.fused_kv(layers=draft_layers, device=draft_device)
 
@@ -123,21 +138,31 @@ def make_draft_layers(
 
 @pytest.fixture(scope="session")
 def make_fused_kv(
-    _stackable_draft: Draft, make_draft_layers: Callable[..., tuple[ReferenceLayer, ...]], draft_device: str
-) -> Callable[..., FusedKV]:
+    request: pytest.FixtureRequest,
+    _stackable_draft: Draft,
+    make_draft_layers: Callable[..., tuple[ReferenceLayer, ...]],
+    draft_device: str,
+) -> Callable[..., FusedKV | Served]:
     """A function that builds the stacked K/V path anew: `make_fused_kv(layers=None, dtype=None, device=None, max_position_hint=None)`.
 
     Without layers it builds fresh ones. It raises FusedKVError for layers that cannot be stacked. Skipped as `fused_kv` is.
+    With --draft-fused-kv it builds that implementation, and raises what that raises.
     """
+    subject = _named_path(request)
 
     def make(
         layers: tuple[ReferenceLayer, ...] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         max_position_hint: int | None = None,
-    ) -> FusedKV:
+    ) -> FusedKV | Served:
         place = draft_device if device is None else device
         built = make_draft_layers(dtype, place) if layers is None else layers
+        if subject is not None:
+            from pytest_specdecode.trials import Served
+
+            hint = {} if max_position_hint is None else {"max_position_hint": max_position_hint}
+            return Served(subject.build, built, place, **hint)
         return _stackable_draft.fused_kv(layers=built, device=place, max_position_hint=max_position_hint)
 
     return make
@@ -179,6 +204,8 @@ def draft_context(request: pytest.FixtureRequest, draft: Draft) -> Context:
         trace=settings.trace,
         draft_tokens=settings.draft_tokens,
         baseline=None if settings.updates_baseline else settings.baseline,
+        fused_kv=settings.fused_kv,
+        pictures=settings.pictures,
         progress=_progress(request.config),
     )
 
@@ -197,6 +224,12 @@ def _stackable_draft(draft: Draft, draft_spec: DraftSpec) -> Draft:
     if reason is not None:
         pytest.skip(f"{draft.name} has no stacked K/V path: {reason}")
     return draft
+
+
+def _named_path(request: pytest.FixtureRequest) -> Subject | None:
+    """The implementation that --draft-fused-kv names, where it is not ours."""
+    subject = request.config.stash[SETTINGS].fused_kv
+    return None if subject is None or subject.is_ours else subject
 
 
 def _progress(config: pytest.Config, seconds: float = 10.0) -> Callable[[str], None] | None:

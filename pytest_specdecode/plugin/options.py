@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,11 @@ import pytest
 
 if TYPE_CHECKING:
     from pytest_specdecode.checks import Check
+    from pytest_specdecode.checks.subject import Subject
     from pytest_specdecode.engines import ServeOptions
     from pytest_specdecode.families import Draft
     from pytest_specdecode.plugin.expected import ExpectedFailure
+    from pytest_specdecode.report import OldReport
     from pytest_specdecode.target import Target
 
 MODEL = "--draft-model"
@@ -33,10 +35,13 @@ DEVICE = "--draft-device"
 REQUIRE = "--draft-require"
 MAX_EXAMPLES = "--draft-max-examples"
 REPORT = "--draft-report"
+COMPARE = "--draft-compare"
 TRACE = "--draft-trace"
 TOKENS = "--draft-tokens"
 BASELINE = "--draft-baseline"
 UPDATE_BASELINE = "--draft-update-baseline"
+FUSED_KV = "--draft-fused-kv"
+WRITE_TEST = "--draft-write-test"
 LIST_CHECKS = "--draft-list-checks"
 
 #: Ini name only: what is expected to fail belongs to the project, with its reason.
@@ -72,7 +77,11 @@ _MAX_EXAMPLES_HELP = (
     "examples that a test which draws its inputs should run; it is the value of the fixture draft_max_examples. Built-in checks with fixed "
     f"inputs do not read it. Default: {DEFAULT_MAX_EXAMPLES}"
 )
-_REPORT_HELP = "write the results to FILE; the suffix tells the form (.json). Default: none"
+_REPORT_HELP = "write the results to FILE; the suffix tells the form (.json, .md, .html, .sarif); may be given several times. Default: none"
+_COMPARE_HELP = (
+    "say what got worse, better, new and gone against FILE, a .json report of an older run; drafts are matched by name, or one to one. "
+    "Default: none"
+)
 _TRACE_HELP = (
     "replay the draft over the target's recorded hidden states in DIR (hs_<i>.safetensors of speculators, .ckpt of SpecForge) and measure "
     "its accepted length. Default: none"
@@ -85,6 +94,11 @@ _BASELINE_HELP = (
     "Default: none"
 )
 _UPDATE_BASELINE_HELP = "write the measured accepted lengths to the file of --draft-baseline instead of judging by it"
+_FUSED_KV_HELP = (
+    "hold this implementation of the stacked K/V path to account on the draft's layers: MODULE:CLASS, called with (layers, rotary_emb, "
+    "num_kv_heads, head_dim, device), or ours, sglang, vllm (as installed). Default: ours, and only its numbers"
+)
+_WRITE_TEST_HELP = "write a test file for the draft of --draft-model, to be kept and edited, to FILE (.py), and exit"
 _LIST_CHECKS_HELP = "print the checks that --draft-checks and --draft-skip select, and exit"
 
 
@@ -118,12 +132,14 @@ class Settings:
         device: `cpu` or `cuda`.
         require: wants that turn a skip or an inconclusive result into a failure.
         max_examples: for tests that draw their inputs.
-        report: file to write results to.
+        reports: files to write results to, without repetitions.
+        compare: the older report that this run is compared with.
         expected: failures that the project knows of.
         trace: directory or file of recorded hidden states.
         draft_tokens: proposed a round; None for what the draft states.
         baseline: file of accepted lengths.
         updates_baseline: whether it is written rather than judged by.
+        fused_kv: the implementation of the stacked K/V path that is held to account; None where none was named.
     """
 
     drafts: tuple[GivenDraft, ...] = ()
@@ -136,12 +152,19 @@ class Settings:
     device: str = "cpu"
     require: frozenset[str] = frozenset()
     max_examples: int = DEFAULT_MAX_EXAMPLES
-    report: Path | None = None
+    reports: tuple[Path, ...] = ()
+    compare: OldReport | None = None
     expected: tuple[ExpectedFailure, ...] = ()
     trace: str | None = None
     draft_tokens: int | None = None
     baseline: Path | None = None
     updates_baseline: bool = False
+    fused_kv: Subject | None = None
+
+    @property
+    def pictures(self) -> bool:
+        """Whether a report is asked for that has pictures."""
+        return any(file.suffix == ".html" for file in self.reports)
 
     def requires(self, *wants: str) -> str | None:
         """The first of `wants` whose absence is to be a failure, or None."""
@@ -164,11 +187,14 @@ def add(parser: pytest.Parser) -> None:
     group.addoption(DEVICE, metavar="|".join(DEVICES), help=_DEVICE_HELP)
     group.addoption(REQUIRE, metavar="LIST", help=_REQUIRE_HELP)
     group.addoption(MAX_EXAMPLES, metavar="N", help=_MAX_EXAMPLES_HELP)
-    group.addoption(REPORT, metavar="FILE", help=_REPORT_HELP)
+    group.addoption(REPORT, action="append", metavar="FILE", help=_REPORT_HELP)
+    group.addoption(COMPARE, metavar="FILE", help=_COMPARE_HELP)
     group.addoption(TRACE, metavar="DIR", help=_TRACE_HELP)
     group.addoption(TOKENS, metavar="N", help=_TOKENS_HELP)
     group.addoption(BASELINE, metavar="FILE", help=_BASELINE_HELP)
     group.addoption(UPDATE_BASELINE, action="store_true", default=False, help=_UPDATE_BASELINE_HELP)
+    group.addoption(FUSED_KV, metavar="MODULE:CLASS", help=_FUSED_KV_HELP)
+    group.addoption(WRITE_TEST, metavar="FILE", help=_WRITE_TEST_HELP)
     group.addoption(LIST_CHECKS, action="store_true", default=False, help=_LIST_CHECKS_HELP)
     parser.addini("draft_model", _twin(MODEL, "one directory a line, relative to the rootdir"), "linelist", [])
     parser.addini("draft_target", _twin(TARGET, "relative to the rootdir"), "string", "")
@@ -187,17 +213,21 @@ def add(parser: pytest.Parser) -> None:
     parser.addini("draft_trace", _twin(TRACE, "relative to the rootdir"), "string", "")
     parser.addini("draft_tokens", _twin(TOKENS, "a whole number"), "string", "")
     parser.addini("draft_baseline", _twin(BASELINE, "relative to the rootdir"), "string", "")
+    parser.addini("draft_fused_kv", _twin(FUSED_KV, "a module is looked for in the rootdir, too"), "string", "")
 
 
 _INI_NAMES = tuple(
     option.removeprefix("--").replace("-", "_")
-    for option in (MODEL, TARGET, ENGINE, SERVE, CHECKS, SKIP, DEVICE, REQUIRE, TRACE, TOKENS, BASELINE)
+    for option in (MODEL, TARGET, ENGINE, SERVE, CHECKS, SKIP, DEVICE, REQUIRE, TRACE, TOKENS, BASELINE, FUSED_KV)
 )
 
 
 def any_given(config: pytest.Config) -> bool:
     """Whether the user asks anything of this plugin, on the command line or in the ini file."""
-    given = (MODEL, TARGET, ENGINE, SERVE, CHECKS, SKIP, DEVICE, REQUIRE, MAX_EXAMPLES, REPORT, TRACE, TOKENS, BASELINE)
+    given = (
+        *(MODEL, TARGET, ENGINE, SERVE, CHECKS, SKIP, DEVICE, REQUIRE, MAX_EXAMPLES),
+        *(REPORT, COMPARE, TRACE, TOKENS, BASELINE, FUSED_KV),
+    )
     on_command_line = any(config.getoption(option) is not None for option in given) or config.getoption(UPDATE_BASELINE)
     return on_command_line or any(map(config.getini, _INI_NAMES))
 
@@ -220,12 +250,14 @@ def read(config: pytest.Config) -> Settings:
         device=_device(_text(config, DEVICE) or "auto"),
         require=_require(_names(config, REQUIRE) or []),
         max_examples=_max_examples(config.getoption(MAX_EXAMPLES)),
-        report=_report(config),
+        reports=_reports(config),
+        compare=_compare(config),
         expected=_expected(config),
         trace=_trace(config),
         draft_tokens=_tokens(config),
         baseline=_baseline(config),
         updates_baseline=config.getoption(UPDATE_BASELINE),
+        fused_kv=_fused_kv(config),
     )
 
 
@@ -256,6 +288,40 @@ def checks_of(settings: Settings) -> tuple[Check, ...]:
     from pytest_specdecode import checks as rules
 
     return rules.select()
+
+
+def the_draft(config: pytest.Config) -> GivenDraft:
+    """The one draft that a test is written for.
+
+    Raises:
+        pytest.UsageError: there is none, there are several, or it cannot be read.
+    """
+    drafts = _drafts(config)
+    if len(drafts) != 1:
+        found = ", ".join(given.label for given in drafts) or "there is none"
+        raise _refusal(WRITE_TEST, f"a test is written for one draft; give one {MODEL}=DIR ({found})")
+    (given,) = drafts
+    if (fault := given.draft.unread_config) is not None:
+        raise _refusal(WRITE_TEST, str(fault))
+    if given.draft.spec is None:
+        raise _refusal(WRITE_TEST, given.draft.describe())
+    return given
+
+
+def test_file(config: pytest.Config) -> Path:
+    """The file that a test is to be written to.
+
+    Raises:
+        pytest.UsageError: it is there already, it is no .py, or its directory is not there or cannot be written to.
+    """
+    text: str = config.getoption(WRITE_TEST)
+    file = config.invocation_params.dir / os.path.expanduser(text)
+    if file.suffix != ".py":
+        raise _refusal(f"{WRITE_TEST}={text}", "a name that ends in .py is due")
+    if os.path.lexists(file):
+        raise _refusal(f"{WRITE_TEST}={text}", "is there already, and is not overwritten; give another name")
+    _require_parent(f"{WRITE_TEST}={text}", file)
+    return file
 
 
 # --- each value ---
@@ -309,7 +375,11 @@ def names_of(draft: Draft) -> tuple[str, ...]:
 
 def without_draft(config: pytest.Config) -> str | None:
     """What to say where the command line asks how a draft is to be judged, and names none; None where it does not."""
-    given = [option for option in (TARGET, ENGINE, SERVE, CHECKS, TRACE, TOKENS, BASELINE) if config.getoption(option)]
+    given = [
+        option
+        for option in (TARGET, ENGINE, SERVE, CHECKS, TRACE, TOKENS, BASELINE, FUSED_KV)
+        if config.getoption(option)
+    ]
     if not given:
         return None
     return f"{', '.join(given)}: no draft was judged, since {MODEL}=DIR is missing"
@@ -439,6 +509,25 @@ def _baseline(config: pytest.Config) -> Path | None:
     return file
 
 
+def _fused_kv(config: pytest.Config) -> Subject | None:
+    text = _text(config, FUSED_KV)
+    if text is None:
+        return None
+    if not text.strip():
+        raise _refusal(f"{FUSED_KV}=", "is empty; give MODULE:CLASS, ours, sglang or vllm")
+    from pytest_specdecode.checks.subject import subject_of
+    from pytest_specdecode.errors import DraftError
+
+    # A module of the project's own, as `python -m pytest` would find it; what is installed comes first.
+    place = config.rootpath if config.getoption(FUSED_KV) is None else config.invocation_params.dir
+    if ":" in text and str(place) not in sys.path:
+        sys.path.append(str(place))
+    try:
+        return subject_of(text.strip())
+    except DraftError as error:
+        raise _refusal(f"{FUSED_KV}={text}", error.message) from None
+
+
 def _expected(config: pytest.Config) -> tuple[ExpectedFailure, ...]:
     lines = config.getini(EXPECTED)
     if not lines:
@@ -451,10 +540,12 @@ def _expected(config: pytest.Config) -> tuple[ExpectedFailure, ...]:
         raise _refusal(EXPECTED, str(error)) from None
 
 
-def _report(config: pytest.Config) -> Path | None:
-    text: str | None = config.getoption(REPORT)
-    if text is None:
-        return None
+def _reports(config: pytest.Config) -> tuple[Path, ...]:
+    given: list[str] = config.getoption(REPORT) or []
+    return tuple(dict.fromkeys(_report(text, config) for text in given))
+
+
+def _report(text: str, config: pytest.Config) -> Path:
     from pytest_specdecode.errors import DraftError
     from pytest_specdecode.report import require_suffix
 
@@ -465,11 +556,28 @@ def _report(config: pytest.Config) -> Path | None:
         raise _refusal(f"{REPORT}={text}", error.message) from None
     if file.is_dir():
         raise _refusal(f"{REPORT}={text}", "is a directory")
-    if not file.parent.is_dir():
-        raise _refusal(f"{REPORT}={text}", f"there is no directory {file.parent}")
-    if not os.access(file.parent, os.W_OK):
-        raise _refusal(f"{REPORT}={text}", f"the directory {file.parent} cannot be written to")
+    _require_parent(f"{REPORT}={text}", file)
     return file
+
+
+def _compare(config: pytest.Config) -> OldReport | None:
+    text: str | None = config.getoption(COMPARE)
+    if text is None:
+        return None
+    from pytest_specdecode.errors import DraftError
+    from pytest_specdecode.report import read_report
+
+    try:
+        return replace(read_report(config.invocation_params.dir / os.path.expanduser(text)), path=text)
+    except DraftError as error:
+        raise _refusal(f"{COMPARE}={text}", error.message) from None
+
+
+def _require_parent(option: str, file: Path) -> None:
+    if not file.parent.is_dir():
+        raise _refusal(option, f"there is no directory {file.parent}")
+    if not os.access(file.parent, os.W_OK):
+        raise _refusal(option, f"the directory {file.parent} cannot be written to")
 
 
 # --- where values come from: the command line first, then the ini file ---

@@ -5,20 +5,23 @@ Results come in with the test reports, so it makes no difference whether this pr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from pytest_specdecode import api, engines
 from pytest_specdecode.checkpoint import Checkpoint
-from pytest_specdecode.checks import REGISTRY, Check
+from pytest_specdecode.checks import REGISTRY, Check, Context
 from pytest_specdecode.errors import DraftError, printable
 from pytest_specdecode.families import Draft, load
 from pytest_specdecode.findings import STATUS_ORDER, CheckResult
 from pytest_specdecode.plugin.expected import strangers
 from pytest_specdecode.plugin.options import EXPECTED, Settings, names_of, without_draft
 from pytest_specdecode.plugin.results import result_of
-from pytest_specdecode.report import DraftReport, Report, finding_lines
+from pytest_specdecode.report import DraftReport, Report, compare, finding_lines
+from pytest_specdecode.report.text import comparison_lines, is_measurement, message, overview_lines
 
 TestStatus = tuple[str, str, tuple[str, dict[str, bool]]]
 
@@ -30,7 +33,8 @@ class Reporter:
         self._settings = settings
         self._drafts: dict[str, Draft] = {given.path: given.draft for given in settings.drafts}
         self._results: dict[str, dict[str, CheckResult]] = {path: {} for path in self._drafts}
-        self._unwritten: DraftError | None = None
+        self._unwritten: dict[Path, DraftError] = {}
+        self._no_summary: DraftError | None = None
         self._no_baseline: DraftError | None = None
 
     def pytest_report_header(self) -> list[str]:
@@ -39,6 +43,8 @@ class Reporter:
         if lines:
             read = engines.versions(engines.select(self._settings.engines))
             lines.append(f"engines, as read: {', '.join(f'{name} {version}' for name, version in read.items())}")
+        if lines and self._settings.fused_kv is not None:
+            lines.append(f"draft-fused-kv: {printable(self._settings.fused_kv.name)}")
         serve = self._settings.serve
         if serve is not None and serve.ignored:
             lines.append(printable(f"draft-serve: no check looks at {', '.join(serve.ignored)}"))
@@ -64,17 +70,25 @@ class Reporter:
         return "passed", ".", ("WARNED", {"yellow": True})
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the report and the baseline; what was asked for and could not be written is a failure."""
+        """Write the reports and the baseline; what was asked for and could not be written is a failure. GitHub's summary is no such."""
         if session.config.option.collectonly:
             return
-        try:
-            if self._settings.report is not None:
-                Report(drafts=tuple(self._reports())).write(self._settings.report)
-        except DraftError as error:
-            self._unwritten = error
+        for file in self._settings.reports:
+            try:
+                self._report().write(file)
+            except DraftError as error:
+                self._unwritten[file] = error
+        summary = os.environ.get("GITHUB_STEP_SUMMARY")
+        if summary and any(self._results.values()):
+            from pytest_specdecode.report.github import append_summary
+
+            try:
+                append_summary(self._report(), summary)
+            except DraftError as error:
+                self._no_summary = error
         try:
             if self._settings.baseline is not None and self._settings.updates_baseline:
-                api.update_baseline(self._settings.baseline, Report(drafts=tuple(self._reports())))
+                api.update_baseline(self._settings.baseline, self._report())
         except DraftError as error:
             self._no_baseline = error
         if (self._unwritten or self._no_baseline) and session.exitstatus == pytest.ExitCode.OK:
@@ -99,14 +113,42 @@ class Reporter:
                 terminalreporter.line("")
             for line in _lines(report, in_full):
                 terminalreporter.line(line)
-        if self._unwritten is not None:
-            terminalreporter.line(f"ERROR: the report was not written: {self._unwritten}", red=True)
-        elif self._settings.report is not None:
-            terminalreporter.line(f"report: {printable(str(self._settings.report))}")
+        for lines in self._tables(reports):
+            terminalreporter.line("")
+            for line in lines:
+                terminalreporter.line(line)
+        for file in self._settings.reports:
+            if file in self._unwritten:
+                terminalreporter.line(f"ERROR: the report was not written: {self._unwritten[file]}", red=True)
+            else:
+                terminalreporter.line(f"report: {printable(str(file))}")
+        if self._no_summary is not None:
+            terminalreporter.line(f"WARNING: the step summary was not written: {self._no_summary}", yellow=True)
+        if reports and os.environ.get("GITHUB_ACTIONS") == "true":
+            from pytest_specdecode.report import github
+
+            for line in github.lines(Report(drafts=tuple(reports))):
+                terminalreporter.line(line)
         if self._no_baseline is not None:
             terminalreporter.line(f"ERROR: the baseline was not written: {self._no_baseline}", red=True)
         elif self._settings.updates_baseline:
             terminalreporter.line(f"baseline: {printable(str(self._settings.baseline))}")
+
+    def _tables(self, reports: Sequence[DraftReport]) -> Iterator[Iterator[str]]:
+        """Several drafts beside one another; what changed against an older report."""
+        if len(reports) > 1:
+            yield overview_lines(reports)
+        if reports and self._settings.compare is not None:
+            yield comparison_lines(compare(self._settings.compare, reports))
+
+    def _report(self) -> Report:
+        """What was found, as the files hold it."""
+        drafts = tuple(self._reports())
+        return Report(
+            drafts=drafts,
+            about=api.about(result for draft in drafts for result in draft.results),
+            comparison=None if self._settings.compare is None else compare(self._settings.compare, drafts),
+        )
 
     def _reports(self) -> Iterator[DraftReport]:
         """What was found, draft by draft, checks in the order of the registry."""
@@ -115,7 +157,10 @@ class Reporter:
             draft = self._drafts.get(path) or self._opened(path)
             if draft is not None:
                 ordered = sorted(results.values(), key=lambda result: order.get(result.id, len(order)))
-                yield api.draft_report(path, api.context_of(draft, engines=self._settings.engines), ordered)
+                yield api.draft_report(path, self._context(draft), ordered)
+
+    def _context(self, draft: Draft) -> Context:
+        return api.context_of(draft, engines=self._settings.engines, fused_kv=self._settings.fused_kv)
 
     def _judged(self) -> Iterator[Draft]:
         """The drafts that have results."""
@@ -134,26 +179,26 @@ class Reporter:
 
 def _lines(report: DraftReport, in_full: bool) -> Iterator[str]:
     """A draft's block; findings that failed a test stand in full above it, unless --tb=no keeps them from there."""
-    yield printable(report.description)
+    yield message(report.description)
     yield "  " + ", ".join(f"{number} {status}" for status, number in report.counts().items())
     unanswered: dict[str, list[str]] = {}
     for result in sorted(report.results, key=lambda item: -STATUS_ORDER.index(item.status)):
         if result.is_expected:
-            yield f"  expected failure {result.id}: {printable(result.message)} ({printable(result.expected)})"
+            yield f"  expected failure {result.id}: {message(result.message)} ({message(result.expected)})"
             continue
         if result.is_stale:
-            yield f"  stale expected failure {result.id}: it no longer fails; take its line out ({printable(result.expected)})"
+            yield f"  stale expected failure {result.id}: it no longer fails; take its line out ({message(result.expected)})"
         if result.status == "failed" and not (in_full and result.findings):
-            yield f"  error {result.id}: {printable(result.message)}"
+            yield f"  error {result.id}: {message(result.message)}"
         elif result.status == "inconclusive":
             unanswered.setdefault(result.message, []).append(result.id)
-        elif result.figures and result.status == "passed":
-            yield f"  {result.id}: {printable(result.message)}"
+        elif is_measurement(result) and result.status == "passed":
+            yield f"  {result.id}: {message(result.message)}"
         for finding in result.findings:
             if in_full or result.status != "failed":
                 yield from finding_lines(result.id, finding)
     for reason, ids in unanswered.items():
-        yield f"  inconclusive {_counted(ids)}: {printable(reason)}"
+        yield f"  inconclusive {_counted(ids)}: {message(reason)}"
 
 
 def _counted(ids: Sequence[str], most: int = 3) -> str:

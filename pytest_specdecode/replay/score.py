@@ -114,6 +114,7 @@ class FileScore:
         served: their score.
         every: the score with every position as a start, or None where that was too much work.
         sampled: whether the served rounds are windows of the text rather than all of it.
+        confirmed: see `Truth`.
     """
 
     file: str
@@ -124,6 +125,7 @@ class FileScore:
     served: Score
     every: Score | None
     sampled: bool
+    confirmed: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As the JSON report holds it."""
@@ -133,6 +135,7 @@ class FileScore:
             "counted": self.counted,
             "basis": self.basis,
             "sampled": self.sampled,
+            "confirmed": self.confirmed,
             "served": self.served.to_dict(),
             "every": None if self.every is None else self.every.to_dict(),
         }

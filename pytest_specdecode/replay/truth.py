@@ -18,6 +18,8 @@ from pytest_specdecode.replay.traces import Recording
 
 Basis = Literal["loss mask", "prompt length", "recomputed", "recorded text"]
 
+#: Of the tokens that a file calls the target's own, how many are asked of the target where it is at hand.
+_ASKED = 64
 #: Logits that are held at once.
 _LOGITS = 1 << 25
 
@@ -31,12 +33,14 @@ class Truth:
         follows: bool [T], whether the recorded token is that choice, so that a draft may be accepted past it.
         limits: int64 [T], how many tokens drafted behind position p can be compared; 0 where p is no anchor.
         basis: how it is known; after `recorded text` it is not, and only agreement is measured.
+        confirmed: where a file calls tokens the target's own and the target is at hand, the share of those asked that it does choose.
     """
 
     due: Tensor
     follows: Tensor
     limits: Tensor
     basis: Basis
+    confirmed: float | None = None
 
     def spans(self) -> list[tuple[int, int]]:
         """Runs of tokens that are the target's, each from its first position to behind its last."""
@@ -49,8 +53,8 @@ def known(recording: Recording, greedy: Callable[[Tensor], Tensor] | None) -> Tr
 
     Args:
         recording: the recording.
-        greedy: from last states [n, Ht], as recorded, to the ids that the target chooses behind them; asked only where the file does not
-            say which tokens are the target's own. None where the target's head and norm are not at hand.
+        greedy: from last states [n, Ht], as recorded, to the ids that the target chooses behind them; asked of every token where the file
+            does not say which are the target's own, and of a few where it does. None where the target's head and norm are not at hand.
     """
     tokens = recording.tokens
     inner = torch.ones(len(tokens), dtype=torch.bool)
@@ -58,7 +62,8 @@ def known(recording: Recording, greedy: Callable[[Tensor], Tensor] | None) -> Tr
     if recording.own is not None:
         basis: Basis = "loss mask" if recording.own_by == "loss mask" else "prompt length"
         own = recording.own & inner
-        return Truth(due=tokens, follows=own, limits=_limits(own, own), basis=basis)
+        confirmed = None if greedy is None or recording.last is None else _confirmed(tokens, own, recording.last, greedy)
+        return Truth(due=tokens, follows=own, limits=_limits(own, own), basis=basis, confirmed=confirmed)
     if greedy is None or recording.last is None:
         return Truth(due=tokens, follows=inner, limits=_limits(inner, inner), basis="recorded text")
     due = torch.cat([tokens[:1], greedy(recording.last[:-1])])
@@ -72,6 +77,12 @@ def best(logits: Callable[[Tensor], Tensor], states: Tensor, width: int) -> Tens
     rows = max(1, _LOGITS // max(1, width))
     parts = [logits(part).argmax(dim=-1) for part in torch.split(states, rows)]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=states.device)
+
+
+def _confirmed(tokens: Tensor, own: Tensor, last: Tensor, greedy: Callable[[Tensor], Tensor]) -> float | None:
+    places = own.nonzero().flatten()
+    places = places[:: max(1, len(places) // _ASKED)]
+    return float((greedy(last[places - 1]) == tokens[places]).double().mean()) if len(places) else None
 
 
 def _limits(follows: Tensor, comparable: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ ENCODER = {r"fc\.": "encoder.fc.", r"hidden_norm\.": "encoder.output_norm_enc."}
 CODEBOOK_WEIGHTS = {r"(.+_codebook)$": r"\1.weight"}
 MODELOPT_DSPARK = {r"markov_head\.": "", r"confidence_head\.proj\.": "confidence_proj."}
 NESTED_MTP = {r"model\.": "model.language_model."}
+NESTED_QWEN = {r"mtp\.": "model.mtp."}
 MTP_BLOCK = {r"(model\.layers\.\d+)\.(self_attn|mlp|.+_layernorm)\.": r"\1.mtp_block.\2."}
 MEDUSA_UPSTREAM = {r"blocks\.(\d+)\.layers\.(\d+)\.": r"\1.\2.linear.", r"lm_heads\.(\d+)\.": r"\1.1."}
 MEDUSA_MODELOPT = {
@@ -51,6 +52,7 @@ NAMINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "dspark-plain": {"prefixed": PREFIXED},
     "xpress-speculators": {"prefixed": PREFIXED},
     "mtp-embedded": {"nested": NESTED_MTP, "mtp-block": MTP_BLOCK},
+    "mtp-embedded-qwen": {"nested": NESTED_QWEN},
     "gemma4-assistant-plain": {"prefixed": PREFIXED},
     "medusa-plain": {"upstream": MEDUSA_UPSTREAM, "modelopt": MEDUSA_MODELOPT},
     "mlp-speculator-plain": {"prefixed": SPECULATOR},

@@ -430,6 +430,8 @@ ELSEWHERE = {
     "layers.mla-absorbed": "checks/test_numeric_checks.py",
     "fused-kv.matches-reference": "checks/test_numeric_checks.py",
     "fused-kv.norm-eps": "checks/test_fused_kv_axes.py",
+    "fused-kv.odd-layers": "checks/test_fused_kv_subject.py",
+    "fused-kv.calls": "checks/test_fused_kv_subject.py",
     **{f"fused-kv.{axis}": "checks/test_fused_kv_axes.py" for axis in AXES},
 }
 

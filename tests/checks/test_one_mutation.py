@@ -910,6 +910,7 @@ BY_ROW = (
     *("layers.finite", "layers.incremental", "layers.batch", "layers.mla-absorbed", "layers.precision"),
     *("fused-kv.head-dim", "fused-kv.rope-style", "fused-kv.bias", "fused-kv.norm-kind", "fused-kv.value-scale"),
     *("fused-kv.quantization", "fused-kv.norm-eps", "fused-kv.matches-reference"),
+    *("fused-kv.odd-layers", "fused-kv.calls"),
 )
 
 _SLICED = "fused-kv.tensor-parallel"

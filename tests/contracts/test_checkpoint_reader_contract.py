@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from pytest_specdecode.checkpoint import Checkpoint
 from pytest_specdecode.contracts import CheckpointReaderContract
 from pytest_specdecode.contracts.base import DRAWN
+from pytest_specdecode.contracts.checkpoint_reader import QUANTISED, stored_as
 from pytest_specdecode.errors import CheckpointError
 from pytest_specdecode.families import FAMILIES
-from pytest_specdecode.testing import expected_tensors, tiny_config
+from pytest_specdecode.testing import expected_tensors, random_tensors, tiny_config
 
 
 def read(path):
@@ -48,6 +49,7 @@ class TestSafetensors(CheckpointReaderContract):
 
     known_gaps: ClassVar = {
         "pickled": "reads safetensors only",
+        "pickled-shards": "reads safetensors only",
         "stored-twice": "the later file wins",
         "missing-shard": "the index is not read",
         "absent-tensor": "the index is not read",
@@ -134,6 +136,11 @@ BROKEN = {
     ),
     "sharded": changing(lambda path, found: files(path, "*.safetensors") == 3, without_one),
     "pickled": changing(lambda path, found: files(path, "*.bin") == 1, flipped),
+    "pickled-shards": changing(lambda path, found: files(path, "*.bin") == 2, without_one),
+    "quantised": changing(
+        lambda path, found: any(name.endswith("weight_scale") for name in found),
+        lambda found: {name: value for name, value in found.items() if not name.endswith("weight_scale")},
+    ),
     "metadata": changing(lambda path, found: b"__metadata__" in head(path) and b"note" in head(path), without_one),
     "empty-tensors": changing(lambda path, found: "none" in found, lambda found: {**found, "none": torch.ones(1, 4)}),
     **{name: lenient(text) for name, text in REFUSALS.items()},
@@ -172,6 +179,52 @@ def test_values_are_compared_bit_for_bit():
 def test_a_cut_file_that_is_taken_is_found_by_drawing():
     with pytest.raises(AssertionError, match="taken for a checkpoint"):
         contract(lenient("is cut short|claims a header|at least 8|not JSON"))().test_refuses_any_cut(rest="")
+
+
+def keeping(end):
+    """Reads all, but makes floats of what an exporter packed or put beside it under a name with this end."""
+
+    def build(path):
+        return {name: value.float() if name.endswith(end) else value for name, value in read(path).items()}
+
+    return build
+
+
+def test_whatever_is_wrong_with_one_way_of_writing_is_found_by_drawing():
+    for build in (
+        changing(lambda path, found: files(path, "*.bin") > 1, without_one),
+        changing(lambda path, found: "speculators_model_type" in (path / "config.json").read_text(), without_one),
+        keeping("quant_state.bitsandbytes__nf4"),
+    ):
+        with pytest.raises(AssertionError, match=r"tensors not read|elements differ|dtype"):
+            contract(build)().test_reads_any_draft(rest="")
+
+
+def test_what_is_known_not_to_be_read_is_not_drawn():
+    seen = []
+
+    def build(path):
+        found = read(path)
+        seen.append((files(path, "*.bin"), files(path, "*.safetensors"), *found))
+        return found
+
+    gaps = dict.fromkeys(("pickled", "quantised", "sharded", "speculators", "joined", "prefixed", "mtp"), "known")
+    subject = type("Subject", (CheckpointReaderContract,), {"build": staticmethod(build), "known_gaps": gaps})
+    subject().test_reads_any_draft(rest="")
+    assert {entry[:2] for entry in seen} == {(0, 1)}
+    names = {name for entry in seen for name in entry[2:]}
+    assert not [name for name in names if "qkv_proj" in name or name.startswith(("model.fc", "mtp."))]
+    assert not [name for name in names if name.endswith(("scales", "weight_scale", "qweight"))]
+
+
+def test_a_quantised_draft_has_all_its_matrices_in_that_form():
+    tensors = random_tensors(tiny_config("eagle3"), "eagle3")
+    matrices = [name for name, value in tensors.items() if value.ndim == 2]
+    assert set(QUANTISED) == {"fp8", "compressed-tensors", "gptq", "mlx", "bitsandbytes"}
+    for storage in QUANTISED:
+        stored = stored_as(storage, tensors)
+        assert len(stored) >= len(tensors) + len(matrices), storage
+        assert {name for name, value in tensors.items() if value.ndim == 1} <= set(stored)
 
 
 def test_tiny_drafts_have_more_than_one_tensor():

@@ -442,7 +442,7 @@ def test_what_is_served_wrong_is_measured():
     outcome = try_axis(ByLayer, one_odd("q-size"))
     assert outcome.kind == "served-wrong"
     assert "K is off by up to" in outcome.detail
-    assert try_axis(ByLayer, one_odd("v-head-dim")).detail == "V is 16 wide, due is 32"
+    assert try_axis(ByLayer, one_odd("v-head-dim")).detail == "layer 1: V is 16 wide, due is 32"
 
 
 class HandsOverThenFails(ByLayer):

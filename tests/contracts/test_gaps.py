@@ -134,6 +134,14 @@ def test_a_printed_id_runs_again(pytester):
     result.assert_outcomes(passed=1)
 
 
+def test_each_case_has_a_key_of_its_own_in_the_example_database(pytester):
+    """By its id, as fuzzers have it, so that what one finds is replayed by the next run; see Hypothesis' own plugin."""
+    pytester.makepyfile(SUBJECT.replace("{gaps}", "{}"))
+    items, _ = pytester.inline_genitems("-p", "no:cacheprovider")
+    assert len(items) > 50
+    assert all(item.get_closest_marker("parametrize") is not None for item in items)
+
+
 def test_properties_are_spread_over_processes(pytester):
     pytest.importorskip("xdist")
     result = run(pytester, BIAS, "-n", "2", "-k", "everywhere or positions or rope-theta-drawn")

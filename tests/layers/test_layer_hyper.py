@@ -106,3 +106,23 @@ def test_streams_keep_their_dtype_and_are_mixed_in_float32_or_wider(dtype: torch
     assert module.spread(streams, states, post, mix).dtype == dtype
     exact = module(streams.double())
     torch.testing.assert_close(mix.double(), exact[2], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_a_batch_do_not_meet_in_the_norm() -> None:
+    fn, base = drawn(3, ROWS, N * HIDDEN), drawn(4, ROWS)
+    module = connection(base.tolist(), fn=fn)
+    head = StreamHead(fn[:N], base[:N], torch.tensor([0.5], dtype=torch.float64), eps=0.25, norm_eps=1e-3)
+    batch = torch.stack([STREAMS, 5.0 * STREAMS.flip(0), STREAMS.square()])
+    for index, streams in enumerate(batch):
+        for together, alone in zip(module(batch), module(streams), strict=True):
+            torch.testing.assert_close(together[index], alone)
+        torch.testing.assert_close(head(batch)[index], head(streams))
+
+
+def test_the_epsilon_is_added_to_each_sum_that_divides() -> None:
+    # softmax rows [1/4, 3/4] and [1/2, 1/2], each entry a quarter more.
+    mix = connection([0, 0, 0, 0, 0.0, math.log(3.0), 0.0, 0.0], iterations=3, eps=0.25)(STREAMS)[2]
+    due = torch.tensor([[0.5, 1.0], [0.75, 0.75]], dtype=torch.float64)
+    for axis in (0, 1, 0, 1, 0):
+        due = due / (due.sum(axis, keepdim=True) + 0.25)
+    torch.testing.assert_close(mix, due)

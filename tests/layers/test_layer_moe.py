@@ -181,3 +181,51 @@ def test_what_does_not_fit_is_named(fields: dict[str, Any], key: str) -> None:
     with pytest.raises(LayerBuildError) as caught:
         MoE(MoESpec(**{**SPEC, **fields}), tensors(), hidden_size=HIDDEN)
     assert caught.value.key == key
+
+
+def test_scores_next_to_nothing_are_not_blown_up() -> None:
+    # sigmoid(-69) = 1.08e-30 is nothing beside the 1e-20 that keeps the sum from zero.
+    score = 1 / (1 + 2.718281828459045**69)
+    found = routed([-69.0] * 4, scoring="sigmoid", norm_topk_prob=True)
+    assert list(found.values()) == pytest.approx([score / 1e-20] * 2, rel=1e-6)
+
+
+def test_each_row_has_weights_of_its_own() -> None:
+    rows = [[0.0, 1.0, 2.0, -1.0], [3.0, 0.0, 0.5, 0.25], [0.0, 0.0, 0.0, 4.0]]
+    layer = MoE(MoESpec(**{**SPEC, "norm_topk_prob": True}), tensors(), hidden_size=HIDDEN)
+    weights, ids = layer.route(torch.tensor(rows, dtype=torch.float64))
+    for index, row in enumerate(rows):
+        alone = routed(row, norm_topk_prob=True)
+        assert dict(zip(ids[index].tolist(), weights[index].tolist(), strict=True)) == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_groups_of_several_experts_row_by_row(bias: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    held = {"gate.weight": torch.eye(12, dtype=torch.float64)}
+    held["experts.gate_up_proj"] = torch.zeros(12, 2, 12, dtype=torch.float64)
+    held["experts.down_proj"] = torch.zeros(12, 12, 1, dtype=torch.float64)
+    correction = torch.randn(12, generator=generator, dtype=torch.float64) * 0.2
+    if bias:
+        held["gate.e_score_correction_bias"] = correction
+    spec = MoESpec(
+        num_experts=12, top_k=3, intermediate_size=1, n_group=3, topk_group=2, scoring="sigmoid", correction_bias=bias,
+        fused_experts=True,
+    )  # fmt: skip
+    layer = MoE(spec, held, hidden_size=12)
+    x = torch.randn(2, 20, 12, generator=generator, dtype=torch.float64)
+    _, ids = layer.route(x)
+    for row, chosen in zip(x.flatten(0, 1).tolist(), ids.flatten(0, 1).tolist(), strict=True):
+        scores = [1 / (1 + 2.718281828459045**-value) for value in row]
+        scores = [score + float(extra) for score, extra in zip(scores, correction, strict=True)] if bias else scores
+        groups = [sorted(scores[start : start + 4], reverse=True)[: 2 if bias else 1] for start in (0, 4, 8)]
+        best = sorted(range(3), key=lambda group: -sum(groups[group]))[:2]
+        due = sorted((each for each in range(12) if each // 4 in best), key=lambda each: -scores[each])[:3]
+        assert chosen == due
+
+
+def test_a_tensor_outside_the_experts_is_none_of_theirs() -> None:
+    held, x = tensors(), torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    stray = {"up_proj.weight": torch.zeros(INNER, HIDDEN, dtype=torch.float64)}
+    alone, beside = (MoE(MoESpec(**SPEC), given, hidden_size=HIDDEN) for given in (held, held | stray))
+    assert torch.equal(alone(x), beside(x))

@@ -7,6 +7,8 @@ before the weight; a width that silently broadcasts.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -102,3 +104,18 @@ def test_a_layer_norm_takes_the_mean_away_and_may_have_a_weight_per_head() -> No
 def test_a_layer_norm_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises((DraftError, LayerBuildError)):
         LayerNorm(torch.ones(shape), 1e-5)(torch.ones(5, 2, 2))
+
+
+def test_rows_do_not_meet_in_a_layer_norm() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.rand(2, 3, generator=generator, dtype=torch.float64)
+    x = (
+        torch.randn(4, 2, 3, generator=generator, dtype=torch.float64)
+        * torch.tensor([1.0, 3.0, 9.0, 27.0])[:, None, None]
+    )
+    got = LayerNorm(weight, 0.25)(x)
+    for row in range(4):
+        for head in range(2):
+            lanes = x[row, head] - sum(x[row, head].tolist()) / 3
+            due = lanes / math.sqrt(float((lanes * lanes).sum()) / 3 + 0.25) * weight[head]
+            torch.testing.assert_close(got[row, head], due)

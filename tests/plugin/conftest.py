@@ -22,7 +22,15 @@ Run = Callable[..., pytest.RunResult]
 @pytest.fixture(autouse=True)
 def _on_a_desk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pytest writes longer summaries where it believes to be in CI, and these tests count lines."""
-    for name in ("CI", "BUILD_NUMBER", "FORCE_COLOR", "PYTEST_ADDOPTS"):
+    for name in (
+        "CI",
+        "BUILD_NUMBER",
+        "FORCE_COLOR",
+        "PYTEST_ADDOPTS",
+        "GITHUB_ACTIONS",
+        "GITHUB_STEP_SUMMARY",
+        "GITHUB_WORKSPACE",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 

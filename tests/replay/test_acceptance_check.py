@@ -122,6 +122,21 @@ def test_agreement_with_a_text_is_not_judged(place: Path, tmp_path: Path) -> Non
     assert result.message.startswith("agreement with the recorded text ")
 
 
+def test_a_mask_over_a_text_that_the_target_did_not_write_is_warned_of(place: Path, tmp_path: Path) -> None:
+    """A trainer's mask says which tokens are an answer's, not that this target would give it."""
+    (tmp_path / "trace").mkdir()
+    target = Target(3, VOCAB, seed=11)
+    written = target.continued([1, 2, 3], 100)
+    other = [(token + 1) % VOCAB if at % 3 == 0 else token for at, token in enumerate(written)]
+    for name, text in (("own", written), ("other", other)):
+        target.record(tmp_path / "trace" / f"{name}.safetensors", text, prompt=3)
+    report = api.check_draft(place / "draft", place / "target", checks="acceptance.length", trace=tmp_path / "trace")
+    (finding,) = report["acceptance.length"].findings
+    assert (finding.severity, finding.where) == ("warning", "other.safetensors")
+    assert finding.message.startswith("the trace calls tokens the target's own of which the target chooses ")
+    assert 0.05 < finding.got < 0.7
+
+
 # --- the command line ---
 
 

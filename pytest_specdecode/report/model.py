@@ -1,4 +1,4 @@
-"""`Report`: the results of one or more drafts, and the files they are written to.
+"""`Report`: the results of one or more drafts.
 
 The JSON form is a contract (`schema` 1): keys are added, none is renamed or dropped.
 """
@@ -6,25 +6,34 @@ The JSON form is a contract (`schema` 1): keys are added, none is renamed or dro
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from pytest_specdecode.errors import DraftError, printable
 from pytest_specdecode.findings import STATUS_ORDER, CheckResult, Finding, Status
+from pytest_specdecode.report.compare import SCHEMA, Comparison
+from pytest_specdecode.report.files import write
+from pytest_specdecode.report.text import draft_lines
 from pytest_specdecode.spec import DraftSpec
 
-SCHEMA = 1
-
-#: Suffixes that `Report.write` knows.
-SUFFIXES: tuple[str, ...] = (".json",)
-
 _PACKAGES = ("pytest-specdecode", "pytest", "hypothesis", "torch", "triton", "safetensors", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckText:
+    """What a check is about, in words.
+
+    Attributes:
+        title: what must hold.
+        why: what goes wrong otherwise.
+        fix: how to mend what it finds, in general.
+    """
+
+    title: str
+    why: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +47,8 @@ class DraftReport:
         family, packaging, spec: None where the family is not known.
         results: one per check, in the order of the registry.
         engines: the engines whose outcomes are shown, with the version that each one's statements were read from.
+        fused_kv: name of the implementation of the stacked K/V path that the checks ran.
+        config_file: the configuration by its full path, for writers that point at its lines; or empty.
     """
 
     path: str
@@ -48,6 +59,8 @@ class DraftReport:
     spec: DraftSpec | None
     results: tuple[CheckResult, ...]
     engines: Mapping[str, str] = field(default_factory=dict)
+    fused_kv: str = "ours"
+    config_file: str = ""
 
     @property
     def status(self) -> Status:
@@ -65,6 +78,10 @@ class DraftReport:
                     found[text] = number
         return found
 
+    def figures(self, id: str) -> Mapping[str, Any]:
+        """What the check `id` measured; empty where it did not run or measures nothing."""
+        return next((result.figures for result in self.results if result.id == id), {})
+
     def to_dict(self) -> dict[str, Any]:
         """As the JSON report holds it."""
         return {
@@ -75,6 +92,7 @@ class DraftReport:
             "status": self.status,
             "spec": None if self.spec is None else self.spec.to_dict(),
             "engines": dict(self.engines),
+            "fused_kv": self.fused_kv,
             "checks": [result.to_dict() for result in self.results],
         }
 
@@ -85,9 +103,13 @@ class Report:
 
     Attributes:
         drafts: one entry per draft.
+        about: what each check is about, by id; the HTML and SARIF files show it.
+        comparison: what changed against an older report, where one was given.
     """
 
     drafts: tuple[DraftReport, ...]
+    about: Mapping[str, CheckText] = field(default_factory=dict)
+    comparison: Comparison | None = None
 
     @property
     def ok(self) -> bool:
@@ -116,28 +138,19 @@ class Report:
             "schema": SCHEMA,
             "tool": tool_versions(),
             "drafts": [draft.to_dict() for draft in self.drafts],
+            "comparison": None if self.comparison is None else self.comparison.to_dict(),
         }
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to `path`, by its suffix; whole or not at all.
+        """Write the report to `path`, by its suffix (`.json`, `.md`, `.html`, `.sarif`); whole or not at all.
 
         Raises:
             DraftError: an unknown suffix, or the file cannot be written.
         """
-        file = Path(path)
-        require_suffix(file)
-        _write_whole(file, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n")
+        write(self, path)
 
     def __str__(self) -> str:
         return "\n".join(line for draft in self.drafts for line in draft_lines(draft))
-
-
-def require_suffix(file: Path) -> None:
-    """Raise DraftError where no report is written under `file`'s suffix."""
-    if file.suffix not in SUFFIXES:
-        raise DraftError(
-            f"reports are written as {', '.join(SUFFIXES)}, not {file.suffix or 'without a suffix'}", path=file
-        )
 
 
 def tool_versions() -> dict[str, str | None]:
@@ -149,53 +162,3 @@ def tool_versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-def draft_lines(draft: DraftReport) -> Iterator[str]:
-    """A draft's results for a terminal: the description, the counts, then every finding and every inconclusive check."""
-    yield printable(draft.description)
-    yield "  " + ", ".join(f"{number} {status}" for status, number in draft.counts().items())
-    for result in sorted(draft.results, key=lambda item: -STATUS_ORDER.index(item.status)):
-        if result.findings:
-            yield ""
-            for finding in result.findings:
-                yield from finding_lines(result.id, finding)
-        elif result.status == "inconclusive":
-            yield f"  inconclusive {result.id}: {printable(result.message)}"
-        elif result.figures:
-            yield f"  {result.id}: {printable(result.message)}"
-
-
-def finding_lines(id: str, finding: Finding, indent: str = "  ") -> Iterator[str]:
-    """A finding for a terminal, in the order: what, where, got and due, what each engine does, how to mend it."""
-    yield f"{indent}{finding.severity} {id}: {printable(finding.message)}"
-    fields: list[tuple[str, object]] = [("where", finding.where or None), ("got", finding.got), ("due", finding.due)]
-    for label, value in fields:
-        if value is not None:
-            yield f"{indent}  {label + ':':<7}{_short(value)}"
-    for name, outcome in finding.outcomes.items():
-        if outcome.outcome != "unknown":
-            yield f"{indent}  {name}: {outcome.outcome}{': ' + printable(outcome.message) if outcome.message else ''}"
-    if finding.fix:
-        yield f"{indent}  fix:   {printable(finding.fix)}"
-
-
-def _short(value: object, limit: int = 160) -> str:
-    text = printable(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def _write_whole(file: Path, text: str) -> None:
-    try:
-        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".part")
-        try:
-            # Names of files that are not UTF-8 come as lone surrogates, and stay readable JSON as escapes.
-            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
-                stream.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, file)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise DraftError(f"cannot be written: {error.strerror or error}", path=file) from None

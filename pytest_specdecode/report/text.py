@@ -1,0 +1,130 @@
+"""Results in plain lines, for a terminal; and how any text from a checkpoint is made fit to be shown.
+
+Names, values and messages come from files that somebody else wrote: they may hold line ends, terminal codes or a megabyte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytest_specdecode.errors import printable
+from pytest_specdecode.findings import STATUS_ORDER, CheckResult, Finding
+
+if TYPE_CHECKING:
+    from pytest_specdecode.report.compare import Comparison
+    from pytest_specdecode.report.model import DraftReport
+
+#: Letters of a message; the longest of ours has some 600.
+MESSAGE_LIMIT = 2000
+VALUE_LIMIT = 160
+
+#: Checks whose figures are there for a picture.
+_DRAWN = ("fused-kv.matches-reference", "weights.finite", "target.rope")
+
+
+def shown(value: object, limit: int = VALUE_LIMIT) -> str:
+    """`value` on one printable line of at most `limit` letters; what is no text, as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    # What is cut away is never looked at, however long it is.
+    line = printable(text[: limit + 1])
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def message(text: str) -> str:
+    """A message on one printable line, cut where it is no longer one."""
+    return shown(text, MESSAGE_LIMIT)
+
+
+def draft_lines(draft: DraftReport) -> Iterator[str]:
+    """A draft's results for a terminal: the description, the counts, then every finding and every inconclusive check."""
+    yield message(draft.description)
+    yield "  " + ", ".join(f"{number} {status}" for status, number in draft.counts().items())
+    for result in sorted(draft.results, key=lambda item: -STATUS_ORDER.index(item.status)):
+        if result.findings:
+            yield ""
+            for finding in result.findings:
+                yield from finding_lines(result.id, finding)
+        elif result.status == "inconclusive":
+            yield f"  inconclusive {result.id}: {message(result.message)}"
+        elif is_measurement(result):
+            yield f"  {result.id}: {message(result.message)}"
+
+
+def is_measurement(result: CheckResult) -> bool:
+    """Whether what a check measured is worth a line of a terminal even where it passes."""
+    return bool(result.figures) and result.id not in _DRAWN
+
+
+def finding_lines(id: str, finding: Finding, indent: str = "  ") -> Iterator[str]:
+    """A finding for a terminal, in the order: what, where, got and due, what each engine does, how to mend it."""
+    yield f"{indent}{finding.severity} {id}: {message(finding.message)}"
+    fields: list[tuple[str, object]] = [("where", finding.where or None), ("got", finding.got), ("due", finding.due)]
+    for label, value in fields:
+        if value is not None:
+            yield f"{indent}  {label + ':':<7}{shown(value)}"
+    for name, outcome in finding.outcomes.items():
+        if outcome.outcome != "unknown":
+            yield f"{indent}  {name}: {outcome.outcome}{': ' + message(outcome.message) if outcome.message else ''}"
+    if finding.fix:
+        yield f"{indent}  fix:   {message(finding.fix)}"
+
+
+def overview(drafts: Sequence[DraftReport], name_limit: int = 24) -> list[list[str]]:
+    """A table of drafts, one a row under a row of headings; for any writer, as plain printable text."""
+    rows = [["draft", "family", "status", "failed", "warned", "inconclusive", "passed", "accepted"]]
+    for draft in drafts:
+        counts = draft.counts()
+        length = draft.figures("acceptance.length").get("accepted_length")
+        rows.append(
+            [
+                shown(draft.name, name_limit),
+                shown(draft.family or "not known", name_limit),
+                draft.status,
+                *(str(counts.get(status, 0)) for status in ("failed", "warned", "inconclusive", "passed")),
+                f"{length:.2f}" if isinstance(length, (int, float)) else "",
+            ]
+        )
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    return rows
+
+
+def overview_lines(drafts: Sequence[DraftReport]) -> Iterator[str]:
+    """The table of drafts for a terminal of 80 columns."""
+    rows = overview(drafts, 20)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def comparison_lines(comparison: Comparison, limit: int = 40) -> Iterator[str]:
+    """What changed against an older report, for a terminal."""
+    yield f"against {message(comparison.path)}:"
+    for draft in comparison.drafts:
+        counts = ", ".join(f"{len(changes)} {kind}" for kind, changes in draft.by_kind().items() if changes)
+        was = "" if draft.old_name == draft.name else f" (was {shown(draft.old_name, 40)})"
+        yield f"  {shown(draft.name, 40)}{was}: {counts or 'nothing changed'}"
+        for number, change in enumerate(draft.changes):
+            if number == limit:
+                yield f"    and {len(draft.changes) - limit} more"
+                break
+            yield f"    {change.kind:<6} {change.id}: {change.steps}{': ' + message(change.message) if change.message else ''}"
+    for title, names in (
+        ("not in the older report", comparison.only_new),
+        ("only in the older report", comparison.only_old),
+    ):
+        if names:
+            yield f"  {title}: {', '.join(shown(name, 40) for name in names[:limit])}"
+
+
+def shortened(value: Any, limit: int) -> Any:
+    """`value`, plain JSON, with every text and key of more than `limit` letters cut, and the number of its letters said."""
+    if isinstance(value, str):
+        return value if len(value) <= limit else f"{value[:limit]}… ({len(value)} letters)"
+    if isinstance(value, Mapping):
+        return {shortened(key, limit): shortened(item, limit) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shortened(item, limit) for item in value]
+    return value
