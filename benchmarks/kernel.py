@@ -1,10 +1,15 @@
-"""How fast the fused K/V kernel is tried on a CPU, with every access guarded.
+"""How fast the fused K/V kernel is tried on a CPU, with every access guarded, and what memory it asks for.
 
 One example is 17 tokens x 4 heads x 5 layers x head_dim 128: one interpreted launch on poisoned outputs, bounds, races and unwritten
-elements checked. The same inputs then go through the kernel one row per program, as a kernel written for a GPU's grid would be run, in
-the same process, for the ratio. Times are CPU time of one thread, so that a busy machine does not count. Run it from the repository's root:
+elements checked. The same inputs then go through the kernel one token per program, as a kernel written for a GPU's grid would be run, in
+the same process, for the ratio. Whole calls of `FusedKV` follow, projection and checks included, at that shape and at one of the size that
+the strategies draw. Times are CPU time of one thread, so that a busy machine does not count. Run it from the repository's root:
 
     python benchmarks/kernel.py [--seconds 3]
+    python benchmarks/kernel.py --traffic [--sglang .../kernels/ops/speculative/fused_kv_materialize.py]
+
+With `--traffic` it prints bytes instead: loaded and stored per row of K and V, as asked for lane by lane and as unique elements, counted by
+the guard while the tile of a GPU is interpreted, beside SGLang's kernel where its file is given.
 """
 
 from __future__ import annotations
@@ -13,11 +18,17 @@ import argparse
 import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 import triton
 
-from pytest_specdecode.fused_kv import fused_kv_reference, fused_norm_rope
+from pytest_specdecode.fused_kv import FusedKV, fused_kv_reference, fused_norm_rope, kernel
+from pytest_specdecode.fused_kv.tiles import tile_of
+from pytest_specdecode.launch import interpreted
 from pytest_specdecode.memory import guarded, poison_
 from pytest_specdecode.numerics import assert_close
 
@@ -28,8 +39,14 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=3.0, help="time spent on each line of the table")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--traffic", action="store_true", help="print bytes per row instead of times")
+    parser.add_argument("--sglang", type=Path, help="SGLang's fused_kv_materialize.py, for --traffic")
+    options = parser.parse_args()
+    seconds = options.seconds
     torch.set_num_threads(1)
+    if options.traffic:
+        print_traffic(options.sglang)
+        return
     print(f"triton {triton.__version__}, torch {torch.__version__}, Python {platform.python_version()}, one thread")
     print(
         f"{TOKENS} tokens x {HEADS} heads x {LAYERS} layers x {HEAD_DIM}, CPU time, median of as many runs as fit {seconds:g} s\n"
@@ -39,11 +56,19 @@ def main() -> None:
         name = str(dtype).removeprefix("torch.")
         row(f"{name}, guarded", example(dtype, guard=True), seconds)
         row(f"{name}, unguarded", example(dtype, guard=False), seconds)
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        row(f"{name}, guarded, whole FusedKV call", whole_call(dtype), seconds)
+        row(
+            f"{name}, guarded, whole FusedKV call, 4 tokens x 2 heads x 2 layers x 64",
+            whole_call(dtype, (4, 2, 2), 64),
+            seconds,
+        )
     row("float32, guarded, compared with the float64 truth", compared_example(), seconds)
     row("float32, guarded, 1 token x 1 head x 1 layer", example(torch.float32, guard=True, shape=(1, 1, 1)), seconds)
     fast = row("float32, guarded, again", example(torch.float32, guard=True), seconds)
-    naive = row("float32, guarded, one row per program", example(torch.float32, guard=True, block_rows=1), seconds)
-    print(f"\none row per program takes {naive / fast:.0f} times as long")
+    naive = row("float32, guarded, one token per program", example(torch.float32, guard=True, block_rows=1), seconds)
+    print(f"\none token per program takes {naive / fast:.0f} times as long")
 
 
 def row(what: str, run: Callable[[], object], seconds: float) -> float:
@@ -97,36 +122,28 @@ def example(
     return guarded_once if guard else launch_once
 
 
+def whole_call(
+    dtype: torch.dtype, shape: tuple[int, int, int] = (TOKENS, HEADS, LAYERS), head_dim: int = HEAD_DIM
+) -> Callable[[], object]:
+    """A function that makes one guarded call of FusedKV on layers with a projection."""
+    _, path, ctx, positions = stack(dtype, shape, head_dim)
+
+    def run() -> object:
+        with guarded(filled=("k_out", "v_out")):
+            return path.compute(ctx, positions)
+
+    return run
+
+
 def compared_example() -> Callable[[], object]:
-    """As `example`, through FusedKV on layers with a projection, and compared with the reference."""
-    from types import SimpleNamespace
-
-    from pytest_specdecode.fused_kv import FusedKV
-
-    hidden = 64
-    rope = SimpleNamespace(rotary_dim=HEAD_DIM, is_neox_style=True, base=1e4, cos_sin_cache=rope_table(64))
-    layers = [
-        SimpleNamespace(
-            self_attn=SimpleNamespace(
-                num_kv_heads=HEADS,
-                head_dim=HEAD_DIM,
-                q_size=HEADS * HEAD_DIM,
-                kv_size=HEADS * HEAD_DIM,
-                rotary_emb=rope,
-                qkv_proj=SimpleNamespace(weight=torch.randn(3 * HEADS * HEAD_DIM, hidden) / 8, bias=None),
-                k_norm=SimpleNamespace(weight=torch.rand(HEAD_DIM) + 0.5, variance_epsilon=1e-6),
-            )
-        )
-        for _ in range(LAYERS)
-    ]
-    path = FusedKV(layers, rope, HEADS, HEAD_DIM, "cpu")
-    ctx, positions = torch.randn(TOKENS, hidden), torch.arange(TOKENS)
+    """As `whole_call`, and compared with the reference."""
+    layers, path, ctx, positions = stack(torch.float32, (TOKENS, HEADS, LAYERS), HEAD_DIM)
 
     def run() -> object:
         with guarded(filled=("k_out", "v_out")):
             k, v = path.compute(ctx, positions)
         due_k, due_v = fused_kv_reference(layers, ctx, positions)
-        sums = (hidden, HEAD_DIM)
+        sums = (path.hidden_size, HEAD_DIM)
         return assert_close(k, due_k, what="K", reduction_sizes=sums), assert_close(
             v, due_v, what="V", reduction_sizes=sums
         )
@@ -134,9 +151,71 @@ def compared_example() -> Callable[[], object]:
     return run
 
 
-def rope_table(rows: int) -> torch.Tensor:
-    """Cosines and sines, `[rows, HEAD_DIM]`."""
-    angles = torch.arange(rows)[:, None] / 1e4 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+def stack(
+    dtype: torch.dtype, shape: tuple[int, int, int], head_dim: int
+) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
+    """Layers, their path, a context and positions."""
+    tokens, heads, num_layers = shape
+    hidden = 64
+    rope = SimpleNamespace(rotary_dim=head_dim, is_neox_style=True, base=1e4, cos_sin_cache=rope_table(64, head_dim))
+    layers = [
+        SimpleNamespace(
+            self_attn=SimpleNamespace(
+                num_kv_heads=heads,
+                head_dim=head_dim,
+                q_size=heads * head_dim,
+                kv_size=heads * head_dim,
+                rotary_emb=rope,
+                qkv_proj=SimpleNamespace(weight=(torch.randn(3 * heads * head_dim, hidden) / 8).to(dtype), bias=None),
+                k_norm=SimpleNamespace(weight=(torch.rand(head_dim) + 0.5).to(dtype), variance_epsilon=1e-6),
+            )
+        )
+        for _ in range(num_layers)
+    ]
+    return (
+        layers,
+        FusedKV(layers, rope, heads, head_dim, "cpu"),
+        torch.randn(tokens, hidden).to(dtype),
+        torch.arange(tokens),
+    )
+
+
+def print_traffic(sglang: Path | None) -> None:
+    """Bytes per row by the guard, bf16, 64 tokens, for the tiles of a GPU."""
+    print(
+        "| kernel, bf16, 128 lanes | KV heads | loaded, asked for | loaded, unique | stored |\n| --- | --- | --- | --- | --- |"
+    )
+    for heads in (1, 2, 4, 8):
+        tokens, layers = 64, 2
+        _, path, ctx, positions = stack(torch.bfloat16, (tokens, heads, layers), HEAD_DIM)
+        tile = tile_of("cuda", layers * tokens, heads, HEAD_DIM)
+        with mock.patch.object(kernel, "tile_of", lambda *_, tile=tile: tile), guarded() as guard:
+            path.compute(ctx, positions)
+        print_bytes("fused_norm_rope", heads, guard.launches, layers * tokens * heads)
+    if sglang is None:
+        return
+    from errors import sglang_helper
+
+    for heads in (4, 8):
+        layers, _, ctx, positions = stack(torch.bfloat16, (8, heads, 2), HEAD_DIM)
+        helper = sglang_helper(sglang)(layers, layers[0].self_attn.rotary_emb, heads, HEAD_DIM, torch.device("cpu"))
+        with interpreted(), guarded() as guard:
+            helper.materialize(ctx, positions, lambda *_: None)
+        print_bytes("SGLang's fused_kv_materialize", heads, guard.launches, 2 * 8 * heads)
+
+
+def print_bytes(name: str, heads: int, launches: Any, rows: int) -> None:
+    """One line of the table."""
+    tensors = [tensor for launch in launches for tensor in launch.tensors.values()]
+    asked = sum(tensor.loaded_bytes for tensor in tensors) / rows
+    unique = sum(tensor.unique_loaded_bytes for tensor in tensors) / rows
+    stored = sum(tensor.stored_bytes for tensor in tensors) / rows
+    print(f"| {name} | {heads} | {asked:.0f} | {unique:.0f} | {stored:.0f} |", flush=True)
+
+
+def rope_table(rows: int, head_dim: int = HEAD_DIM) -> torch.Tensor:
+    """Cosines and sines, `[rows, head_dim]`."""
+    angles = torch.arange(rows)[:, None] / 1e4 ** (torch.arange(0, head_dim, 2) / head_dim)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 

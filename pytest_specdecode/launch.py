@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from pytest_specdecode import quick_ops
 from pytest_specdecode.errors import DraftError, MissingDependencyError
 
 Grid = tuple[int, ...] | Callable[[Mapping[str, Any]], tuple[int, ...]]
@@ -52,13 +53,14 @@ class LaunchObserver(Protocol):
         """The launch is over; `completed` is False where it raised."""
 
 
-def launch(kernel: Any, grid: Grid, *args: Any, **kwargs: Any) -> Any:
+def launch(kernel: Any, grid: Grid, *args: Any, reached: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
     """Run `kernel` over `grid`: interpreted if its tensors lie on the CPU, else compiled.
 
     Args:
         kernel: a function decorated with `triton.jit` (or with `jit` below), with or without heuristics around it.
         grid: up to three extents, or a function of the arguments that returns them.
         args, kwargs: the kernel's arguments; compile options such as `num_warps` are ignored by an interpreted launch.
+        reached: tensors that are no arguments and that the kernel finds by an address it loads, by the name a message is to give them.
 
     Returns:
         What Triton returns for a compiled launch; None for an interpreted one.
@@ -73,7 +75,7 @@ def launch(kernel: Any, grid: Grid, *args: Any, **kwargs: Any) -> Any:
         # The first launch compiles, which it cannot while another thread interprets.
         with _LOCK:
             return kernel[grid](*args, **kwargs)
-    return _interpret(kernel, grid, args, kwargs)
+    return _interpret(kernel, grid, args, kwargs, reached or {})
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -116,7 +118,7 @@ def interpreted() -> Iterator[None]:
         def run_by_device(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             if warmup or _on_accelerator(args) or _on_accelerator(kwargs.values()):
                 return run(self, *args, grid=grid, warmup=warmup, **kwargs)
-            return _interpret(self, grid, args, kwargs)
+            return _interpret(self, grid, args, kwargs, {})
 
         JITFunction.run = run_by_device
         try:
@@ -151,14 +153,16 @@ def _on_accelerator(values: Any) -> bool:
     return any(getattr(getattr(value, "device", None), "type", "cpu") not in ("cpu", "meta") for value in values)
 
 
-def _interpret(kernel: Any, grid: Grid, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _interpret(
+    kernel: Any, grid: Grid, args: tuple[Any, ...], kwargs: dict[str, Any], reached: Mapping[str, Any]
+) -> None:
     import numpy as np
     from triton.runtime.errors import InterpreterError
 
     function = _interpretable(kernel)
     observers = _observers.get()
     with _LOCK, _patched(observers), np.errstate(all="ignore"):
-        tensors = _tensor_arguments(function, args, kwargs) if observers else {}
+        tensors = {**_tensor_arguments(function, args, kwargs), **reached} if observers else {}
         for observer in observers:
             observer.begin(function.fn.__name__, tensors)
         completed = False
@@ -221,9 +225,11 @@ def _patched(observers: tuple[LaunchObserver, ...]) -> Iterator[None]:
 
     builder = interpreter.interpreter_builder
     with contextlib.ExitStack() as stack:
-        for namespace in _language_namespaces():
-            stack.callback(_restore, namespace, dict(vars(namespace)))
-        _replace(stack, JITFunction, "__call__", _nested_call())
+        patch = quick_ops.LanguagePatch(interpreter._patch_lang, _check_integers)
+        stack.callback(patch.undo)
+        _replace(stack, interpreter, "_patch_lang", patch)
+        _replace(stack, interpreter, "_get_np_dtype", quick_ops.quick_np_dtype(interpreter._get_np_dtype))
+        _replace(stack, JITFunction, "__call__", _nested_call(patch))
         _replace(stack, builder, "options", dataclasses.replace(builder.options, debug=True))
         for name, method in _repairs().items():
             _replace(stack, interpreter.InterpreterBuilder, name, method)
@@ -242,40 +248,12 @@ def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> 
 _ABSENT = object()
 
 
-def _language_namespaces() -> list[Any]:
-    import triton.language as tl
-
-    # Never triton.language.standard: some versions keep names of ours in its globals.
-    names = ("tensor_descriptor_base", "condition", "tensor_descriptor", "_experimental_tensor_descriptor")
-    return [tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype] + [
-        getattr(tl.core, name) for name in names if hasattr(tl.core, name)
-    ]
-
-
-def _restore(namespace: Any, saved: Mapping[str, Any]) -> None:
-    for name, value in list(vars(namespace).items()):
-        if name not in saved:
-            with contextlib.suppress(AttributeError):
-                delattr(namespace, name)
-        elif value is not saved[name]:
-            setattr(namespace, name, saved[name])
-
-
-def _nested_call() -> Callable[..., Any]:
+def _nested_call(patch: Callable[[Any], Any]) -> Callable[..., Any]:
     """How a jit function calls another one while both are interpreted."""
-    import triton.language as tl
-    from triton.runtime.interpreter import _patch_lang
-
-    # Patching the language takes longer than most device functions run, so it is done once per launch and set of namespaces.
-    ready: set[frozenset[int]] = set()
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function = _interpreted_function(self.fn)
-        languages = frozenset(id(value) for value in self.fn.__globals__.values() if value is tl or value is tl.core)
-        if languages not in ready:
-            _patch_lang(self.fn)
-            ready.add(languages)
-        return function.rewrite()(*args, **kwargs)
+        patch(self.fn)
+        return _interpreted_function(self.fn).rewrite()(*args, **kwargs)
 
     return call
 
@@ -300,22 +278,35 @@ def _overflow_check() -> tuple[Any, str, Callable[..., None]]:
 
 def _check_overflow(builder: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
     """Triton's overflow check, done on NumPy arrays: its own takes ten more interpreted operations for every int32 one."""
-    import numpy as np
-
     scalar = lhs.type.scalar
-    operation = {"add": np.add, "sub": np.subtract, "mul": np.multiply}.get(binary_op.__name__)
-    if operation is None or scalar.int_bitwidth >= 64 or not builder.options.sanitize_overflow:
-        return
-    low, high = scalar.get_int_min_value(), scalar.get_int_max_value()
-    reach = operation.outer(_extremes(lhs.handle.data), _extremes(rhs.handle.data))
+    if scalar.int_bitwidth < 64 and builder.options.sanitize_overflow and binary_op.__name__ in _OPERATIONS:
+        low, high = scalar.get_int_min_value(), scalar.get_int_max_value()
+        _check_range(lhs.handle.data, rhs.handle.data, binary_op.__name__, low, high, scalar.int_bitwidth)
+
+
+def _check_integers(lhs: Any, rhs: Any, operation: str) -> None:
+    """The same for two arrays of int32."""
+    _check_range(lhs, rhs, operation, -(2**31), 2**31 - 1, 32)
+
+
+#: NumPy's function by Triton's name for it.
+_OPERATIONS = {"add": "add", "sub": "subtract", "mul": "multiply"}
+
+
+def _check_range(lhs: Any, rhs: Any, name: str, low: int, high: int, width: int) -> None:
+    import numpy as np
+    import triton.runtime.interpreter as interpreter
+
+    operation = getattr(np, _OPERATIONS[name])
+    reach = operation.outer(_extremes(lhs), _extremes(rhs))
     if reach.min() >= low and reach.max() <= high:
         return
-    exact = operation(lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+    exact = operation(lhs.astype(np.int64), rhs.astype(np.int64))
     worst = int(exact.max()) if exact.max() > high else int(exact.min())
     if low <= worst <= high:
         return
     raise KernelOverflowError(
-        f"int{scalar.int_bitwidth} overflow detected for operation {binary_op.__name__} in program {tuple(builder.grid_idx)}: "
+        f"int{width} overflow detected for operation {name} in program {tuple(interpreter.interpreter_builder.grid_idx)}: "
         f"the result reaches {worst}; make one operand int64 first",
         got=worst,
         due=(low, high),

@@ -52,6 +52,14 @@ TOLERANCES: dict[torch.dtype, Tolerance] = {
     torch.float64: Tolerance(max_ulps=8.0, mean_ulps=2.0, row_l2=1e-14),
 }
 
+#: Why each line of the table is as it is, for those who print it.
+TOLERANCE_REASONS: dict[torch.dtype, str] = {
+    torch.bfloat16: "one rounding on either side of a tie; engines' rounding orders reach 4.4e-3 a row",
+    torch.float16: "one rounding on either side of a tie; engines' rounding orders reach 5.7e-4 a row",
+    torch.float32: "arithmetic rounds as coarsely as the store: norm, weight and a rotation of three; a GPU's rsqrt adds an ulp",
+    torch.float64: "truth and result differ in the order of sums only",
+}
+
 
 class NumericsError(AssertionError):
     """A result is not as close as it must be.

@@ -144,7 +144,7 @@ def test_config_and_header_of_gigabytes_cost_kilobytes(server: Hub, judge: Run, 
     assert (files[BIG] / "model.safetensors").stat().st_size > 2e9
     done = judge("--draft-model=org/big", CONFIG_ONLY)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "big: dflash (plain), 5 layers, 1.05 G parameters, bfloat16" in done.stdout
+    assert "big: dflash (plain), 5 layers, 1.02 B parameters, bfloat16" in done.stdout
     assert f"on the Hub: org/big is commit {BIG[:12]}" in done.stdout
     assert "files.readable" not in done.stdout
     assert 1000 < server.sent < 1_000_000

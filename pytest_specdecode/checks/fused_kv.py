@@ -389,6 +389,8 @@ def _faults(context: Context) -> list[FusedKVError]:
             head_dim=first.head_dim,
             rotary_dim=first.rotary_dim,
             is_neox_style=first.is_neox_style,
+            # Our own stack rotates pairs; that engines' stacks do not is what is to be reported.
+            interleaved=False,
         )
     )
 

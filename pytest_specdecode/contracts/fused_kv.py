@@ -559,7 +559,9 @@ def try_axis(build: Callable[..., Any], broken: BrokenStack, *, device: str = "c
     outcome = _outcome(
         lambda: build(layers, layers[0].self_attn.rotary_emb, stack.num_kv_heads, stack.head_dim, where), layers, names
     )
-    if broken.layer is None and outcome.kind == "rejected-unnamed":
+    # One that rotates only halves refuses an interleaved layer 0 before it looks at any layer.
+    only_halves = broken.axis == "rope-style" and broken.odd_layer == 0
+    if (broken.layer is None or only_halves) and outcome.kind == "rejected-unnamed":
         return AxisOutcome(kind="rejected", detail=outcome.detail)
     return outcome
 

@@ -22,7 +22,7 @@ from pytest_specdecode.fused_kv.latent_stack import (
 from pytest_specdecode.fused_kv.stack import AXES, SOFT_AXES, LayerFacts, facts_of, mismatches, validate
 
 if TYPE_CHECKING:
-    from pytest_specdecode.fused_kv.kernel import fused_norm_rope
+    from pytest_specdecode.fused_kv.kernel import fused_norm_rope, fused_norm_rope_into
     from pytest_specdecode.fused_kv.latent_kernel import fused_latent_norm_rope
     from pytest_specdecode.fused_kv.latent_path import FusedLatentKV
     from pytest_specdecode.fused_kv.path import FusedKV
@@ -49,6 +49,7 @@ __all__ = [
     "fused_latent_norm_rope",
     "fused_latent_reference",
     "fused_norm_rope",
+    "fused_norm_rope_into",
     "latent_facts_of",
     "latent_mismatches",
     "mismatches",
@@ -65,6 +66,7 @@ _HOME = {
     "fused_latent_norm_rope": "pytest_specdecode.fused_kv.latent_kernel",
     "fused_latent_reference": "pytest_specdecode.fused_kv.reference",
     "fused_norm_rope": "pytest_specdecode.fused_kv.kernel",
+    "fused_norm_rope_into": "pytest_specdecode.fused_kv.kernel",
 }
 
 

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pytest_specdecode.fused_kv.caches import FP8_FORMATS, checked_caches, checked_slots, scale_factors
 from pytest_specdecode.fused_kv.inputs import check_attributes, check_epsilons, checked_tokens
-from pytest_specdecode.fused_kv.kernel import fused_norm_rope
+from pytest_specdecode.fused_kv.kernel import fused_norm_rope, fused_norm_rope_into
 from pytest_specdecode.fused_kv.stack import LayerFacts, facts_of, rope_facts, validate, value_scale_of
 from pytest_specdecode.fused_kv.stacked import StackedPath
 
@@ -41,7 +42,7 @@ class FusedKV(StackedPath):
         backend: `triton`, `eager` (plain torch, same roundings), or `auto`: triton where it is installed.
 
     Attributes:
-        num_layers, rotary_dim, hidden_size, dtype: of the stack.
+        num_layers, rotary_dim, is_neox_style, hidden_size, dtype: of the stack.
         backend: `triton` or `eager`, as chosen.
         facts: one LayerFacts per layer.
 
@@ -67,6 +68,7 @@ class FusedKV(StackedPath):
         self.num_kv_heads = int(num_kv_heads)
         self.head_dim = int(head_dim)
         self.rotary_dim = int(getattr(rotary_emb, "rotary_dim", self.head_dim))
+        self.is_neox_style = bool(getattr(rotary_emb, "is_neox_style", True))
         super().__init__(layers, rotary_emb, device, max_position_hint, backend)
 
     def materialize(self, ctx_hidden: Tensor, positions: Tensor, write_layer_kv: WriteLayerKV) -> None:
@@ -97,20 +99,63 @@ class FusedKV(StackedPath):
             return torch.empty(shape, dtype=self.dtype, device=self.device), torch.empty(
                 shape, dtype=self.dtype, device=self.device
             )
+        run = fused_norm_rope if self.backend == "triton" else _eager_norm_rope
+        return run(*self._inputs(ctx_hidden, positions), **self._widths())
+
+    @torch.no_grad()
+    def materialize_into(
+        self,
+        ctx_hidden: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        k_caches: Sequence[Tensor],
+        v_caches: Sequence[Tensor],
+        *,
+        k_scale: Tensor | Sequence[float] | float | None = None,
+        v_scale: Tensor | Sequence[float] | float | None = None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        """K and V of the context, written into every layer's paged cache by slot in the same launch; nothing else is touched.
+
+        Args:
+            ctx_hidden, positions: as for `materialize`; a token that is skipped needs a position all the same.
+            slot_mapping: `[T]` integers; -1 skips the token, any other slot may occur once.
+            k_caches, v_caches, k_scale, v_scale, cache_dtype: as for `fused_norm_rope_into`: one cache per layer,
+                `[num_slots, num_kv_heads, head_dim]` or `[num_blocks, block_size, num_kv_heads, head_dim]` of any strides but the last,
+                in the weights' dtype or fp8, which is scaled per layer.
+
+        Raises:
+            InputError, StackRangeError, StackUnsupportedError: as for `materialize`.
+            StackMismatchError, InputError: the caches do not fit the stack or each other, a slot is outside them or occurs twice.
+        """
+        if checked_tokens(ctx_hidden, self._path) == 0:
+            return
+        run = fused_norm_rope_into if self.backend == "triton" else _eager_norm_rope_into
+        run(
+            *self._inputs(ctx_hidden, positions),
+            slot_mapping,
+            k_caches,
+            v_caches,
+            **self._widths(),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            cache_dtype=cache_dtype,
+        )
+
+    def _inputs(self, ctx_hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What the kernel reads, of a call's context and positions."""
         positions = self._ready(ctx_hidden, positions)
         kv = self.project(ctx_hidden.to(self.device, self.dtype))
-        run = fused_norm_rope if self.backend == "triton" else _eager_norm_rope
-        return run(
-            kv,
-            positions.to(self.device),
-            self._norm_weight,
-            self._eps,
-            self._table.to(self.device),
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rotary_dim=self.rotary_dim,
-            value_scale=self.value_scale,
-        )
+        return kv, positions.to(self.device), self._norm_weight, self._eps, self._table.to(self.device)
+
+    def _widths(self) -> dict[str, Any]:
+        return {
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "rotary_dim": self.rotary_dim,
+            "is_neox_style": self.is_neox_style,
+            "value_scale": self.value_scale,
+        }
 
     def project(self, ctx_hidden: Tensor) -> Tensor:
         """The stacked projection alone, bias included: `[T, hidden_size]` in the stack's dtype and device to
@@ -139,7 +184,7 @@ class FusedKV(StackedPath):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             rotary_dim=self.rotary_dim,
-            is_neox_style=bool(getattr(self.rotary_emb, "is_neox_style", True)),
+            is_neox_style=self.is_neox_style,
             shared_rope=rope_facts(self.rotary_emb, self.head_dim),
         )
         check_epsilons([fact.norm_eps for fact in facts], "k_norm", self._path)
@@ -170,16 +215,106 @@ def _eager_norm_rope(
     num_kv_heads: int,
     head_dim: int,
     rotary_dim: int,
+    is_neox_style: bool,
     value_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """`fused_norm_rope` in plain torch: float32 between the load and the one rounding at the end."""
+    k, v = _eager_exact(
+        kv,
+        positions,
+        k_norm_weight,
+        eps,
+        cos_sin_cache,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        is_neox_style=is_neox_style,
+    )
+    values = v.contiguous() if value_scale == 1.0 else (v.float() * value_scale).to(v.dtype)
+    return k.to(kv.dtype), values
+
+
+def _eager_norm_rope_into(
+    kv: Tensor,
+    positions: Tensor,
+    k_norm_weight: Tensor,
+    eps: Tensor,
+    cos_sin_cache: Tensor,
+    slot_mapping: Tensor,
+    k_caches: Sequence[Tensor],
+    v_caches: Sequence[Tensor],
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    is_neox_style: bool,
+    value_scale: float,
+    k_scale: Any,
+    v_scale: Any,
+    cache_dtype: torch.dtype | None,
+) -> None:
+    """`fused_norm_rope_into` in plain torch, with the same roundings."""
+    tokens, layers = kv.shape[:2]
+    shape = (num_kv_heads, head_dim)
+    k_set = checked_caches("k_caches", k_caches, kv, layers, shape, cache_dtype)
+    v_set = checked_caches("v_caches", v_caches, kv, layers, shape, cache_dtype, beside=k_set)
+    slots = checked_slots(slot_mapping, tokens, k_set.num_slots).to(kv.device).long()
+    exact = _eager_exact(
+        kv,
+        positions,
+        k_norm_weight,
+        eps,
+        cos_sin_cache,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        is_neox_style=is_neox_style,
+    )
+    written = slots >= 0
+    for name, rows, scale, caches in (
+        ("k_scale", exact[0], k_scale, k_set),
+        ("v_scale", exact[1] if value_scale == 1.0 else exact[1].float() * value_scale, v_scale, v_set),
+    ):
+        factors = scale_factors(name, scale, layers, caches, kv.device)
+        for layer, cache in enumerate(caches.named.values()):
+            found = rows[layer][written]
+            if factors is None:
+                found = found.to(kv.dtype)
+            else:
+                kind = next(dtype for dtype, code in FP8_FORMATS.items() if code == caches.fp8)
+                largest = torch.finfo(kind).max
+                found = (found.float() * factors[layer]).clamp(-largest, largest).to(kind).view(cache.dtype)
+            at = slots[written]
+            if cache.ndim == 3:
+                cache[at] = found
+            else:
+                cache[at // cache.shape[1], at % cache.shape[1]] = found
+
+
+def _eager_exact(
+    kv: Tensor,
+    positions: Tensor,
+    k_norm_weight: Tensor,
+    eps: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    is_neox_style: bool,
+) -> tuple[Tensor, Tensor]:
+    """K in float32, before its one rounding, and V as it is."""
     tokens, layers = kv.shape[:2]
     k, v = kv.view(tokens, layers, 2, num_kv_heads, head_dim).permute(2, 1, 0, 3, 4).unbind(0)
     exact = k.float()
     inverse = torch.rsqrt(exact.square().sum(dim=-1, keepdim=True) / head_dim + eps[:, None, None, None])
     normed = exact * inverse * k_norm_weight[:, None, None, :].float()
     cos, sin = cos_sin_cache[positions.long()].float()[None, :, None, :].chunk(2, dim=-1)
-    first, second = normed[..., :rotary_dim].chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin, normed[..., rotary_dim:]], dim=-1)
-    values = v.contiguous() if value_scale == 1.0 else (v.float() * value_scale).to(v.dtype)
-    return turned.to(kv.dtype), values
+    turning, rest = normed[..., :rotary_dim], normed[..., rotary_dim:]
+    if is_neox_style:
+        first, second = turning.chunk(2, dim=-1)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    else:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+    return torch.cat([turned, rest], dim=-1), v

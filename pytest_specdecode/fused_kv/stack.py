@@ -26,6 +26,7 @@ What happens to each condition that SGLang's helper does not check:
     V heads of another width             axis v-head-dim
     q_size that does not fit the rows    axis q-size
     rotary_dim odd                       axis rotary-dim, at construction
+    interleaved RoPE on every layer      supported (SGLang's helper refuses it)
     zero layers                          an error at construction
     value scale on every layer           supported
     value scale differs                  axis value-scale
@@ -127,6 +128,7 @@ def validate(
     rotary_dim: int | None,
     is_neox_style: bool | None,
     shared_rope: LayerFacts | None = None,
+    interleaved: bool = True,
 ) -> None:
     """Raise the first of `mismatches`; arguments as there."""
     for fault in mismatches(
@@ -136,6 +138,7 @@ def validate(
         rotary_dim=rotary_dim,
         is_neox_style=is_neox_style,
         shared_rope=shared_rope,
+        interleaved=interleaved,
     ):
         raise fault
 
@@ -148,6 +151,7 @@ def mismatches(
     rotary_dim: int | None,
     is_neox_style: bool | None,
     shared_rope: LayerFacts | None = None,
+    interleaved: bool = True,
 ) -> Iterator[StackMismatchError | StackUnsupportedError]:
     """Every reason why these layers cannot be served as one stack, in the order in which they are to be reported.
 
@@ -159,8 +163,9 @@ def mismatches(
         num_kv_heads, head_dim, rotary_dim, is_neox_style: what the path is to be built with (an engine takes them from layer 0);
             None where unknown.
         shared_rope: `rope_facts` of the rotary object that serves all layers, where there is one.
+        interleaved: whether the path rotates interleaved pairs, as FusedKV does and SGLang's does not.
     """
-    if is_neox_style is False:
+    if is_neox_style is False and not interleaved:
         yield StackUnsupportedError("Only neox-style RoPE is supported.", axis="rope-style", expected=True, got=False)
     if rotary_dim is not None and head_dim is not None and not valid_rotary(rotary_dim, head_dim):
         yield StackMismatchError(

@@ -481,7 +481,7 @@ FAULTS: Mapping[str, Fault] = {
         packagings=_PLAIN,
     ),
     "fused-kv.rope-style": Fault(
-        what="interleaved pairs, which the stack does not rotate",
+        what="interleaved pairs, which SGLang's stack does not rotate",
         changes=_interleaved,
         families=("dflash", "dflash2", "domino"),
         packagings=_PLAIN,

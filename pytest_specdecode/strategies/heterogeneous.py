@@ -209,8 +209,6 @@ def _due(axis: str, shared: LayerConfig, odd: LayerConfig, odd_layer: int) -> tu
     usual, other = _VALUES[axis](shared), _VALUES[axis](odd)
     if odd_layer > 0:
         return odd_layer, usual, other
-    if axis == "rope-style":
-        return None, True, False
     if axis == "q-size" and odd.num_heads == shared.num_heads:
         return 0, usual, other
     return 1, other, usual

@@ -25,12 +25,12 @@ class TestSGLang(SGLang):
 
 
 def test_finds_that_layer_0s_theta_is_taken_for_all() -> None:
-    with pytest.raises(ContractError, match=r"rope-theta .* layer 1 named: served-wrong \(K is off by up to"):
+    with pytest.raises(ContractError, match=r"rope-theta .* layer 1 named: served-wrong \(layer \d: K is off by up to"):
         SGLang().test_rejects(axis="rope-theta")
 
 
 def test_finds_that_the_bias_is_dropped() -> None:
-    with pytest.raises(ContractError, match=r"bias .* layer 1 named: served-wrong \(K is off by up to"):
+    with pytest.raises(ContractError, match=r"bias .* layer 1 named: served-wrong \(layer \d: K is off by up to"):
         SGLang().test_rejects(axis="bias")
     with pytest.raises(NumericsError, match="K: 384 of 384 elements are too far off"):
         SGLang().test_serves_or_rejects(shape={"bias": True})

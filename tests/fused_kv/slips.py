@@ -24,17 +24,15 @@ KERNEL: dict[str, Edits] = {
         ("first * cos - second * sin", "first * cos + second * sin"),
         ("second * cos + first * sin", "second * cos - first * sin"),
     ),
-    "sine and cosine swapped": (("cos = tl.load(table + table_source", "cos = tl.load(table + HALF + table_source"),),
-    "sine taken from the cosines": (
-        ("sin = tl.load(table + HALF + table_source", "sin = tl.load(table + table_source"),
-    ),
+    "sine and cosine swapped": (("cos = tl.load(table + angle", "cos = tl.load(table + HALF + angle"),),
+    "sine taken from the cosines": (("sin = tl.load(table + HALF + angle", "sin = tl.load(table + angle"),),
     "first half loaded twice": (("tl.load(kv + HALF + source", "tl.load(kv + source"),),
     "the partner is the next lane": (("tl.load(kv + HALF + source", "tl.load(kv + 1 + source"),),
-    "both halves stored in one place": (("tl.store(k_out + HALF + target", "tl.store(k_out + target"),),
-    "not turned": (("(first * cos - second * sin)", "first"), ("(second * cos + first * sin)", "second")),
+    "both halves stored in one place": (("tl.store(k_base + HALF + (k_target", "tl.store(k_base + (k_target"),),
+    "not turned": (("= first * cos - second * sin", "= first"), ("= second * cos + first * sin", "= second")),
     # Positions.
-    "position off by one": (("mask=row_mask, other=0).to(tl.int64)", "mask=row_mask, other=0).to(tl.int64) - 1"),),
-    "position one too far": (("mask=row_mask, other=0).to(tl.int64)", "mask=row_mask, other=0).to(tl.int64) + 1"),),
+    "position off by one": (("(position * table_stride)", "((position - 1) * table_stride)"),),
+    "position one too far": (("(position * table_stride)", "((position + 1) * table_stride)"),),
     "position of the first token": (("tl.load(positions + token,", "tl.load(positions + token * 0,"),),
     "position of the layer": (("tl.load(positions + token,", "tl.load(positions + layer,"),),
     "table indexed by token": (("(position * table_stride)", "(token * table_stride)"),),
@@ -48,69 +46,61 @@ KERNEL: dict[str, Edits] = {
     "epsilon inside the mean": (("squares / HEAD_DIM + layer_eps", "(squares + layer_eps) / HEAD_DIM"),),
     "sum instead of mean": (("squares / HEAD_DIM", "squares"),),
     "mean over the rotating lanes": (("squares / HEAD_DIM", "squares / (2 * HALF)"),),
-    "norm over the rotating lanes only": (("squares += tl.sum(rest * rest, axis=1)", "squares += 0.0"),),
-    "norm over half of the rotating lanes": (("first * first + second * second, axis=1", "first * first, axis=1"),),
+    "norm over the rotating lanes only": (("squares += tl.sum(rest * rest, axis=2)", "squares += 0.0"),),
+    "norm over half of the rotating lanes": (("first * first + second * second, axis=2", "first * first, axis=2"),),
     "norm over the lanes that rest": (
-        ("squares += tl.sum(rest * rest, axis=1)", "squares = tl.sum(rest * rest, axis=1)"),
+        ("squares += tl.sum(rest * rest, axis=2)", "squares = tl.sum(rest * rest, axis=2)"),
     ),
     "one per cent too long": (("inverse = tl.rsqrt(", "inverse = 1.01 * tl.rsqrt("),),
     "rest not normed": (("rest = rest * inverse * rest_weight", "rest = rest * rest_weight"),),
     "second half not normed": (("second = second * inverse * ", "second = second * "),),
     "normed twice": (("first = first * inverse", "first = first * inverse * inverse"),),
     "norm after the rotation": (
-        ("first = first * inverse * tl.load", "first = first * tl.load"),
-        ("second = second * inverse * tl.load", "second = second * tl.load"),
+        ("first = first * inverse * first_weight", "first = first * first_weight"),
+        ("second = second * inverse * second_weight", "second = second * second_weight"),
         (
-            "(first * cos - second * sin)",
-            "((first * cos - second * sin) * tl.rsqrt(tl.sum((first * cos - second * sin) * "
-            "(first * cos - second * sin) + (second * cos + first * sin) * (second * cos + first * sin), axis=1) / HEAD_DIM "
-            "+ layer_eps)[:, None])",
+            "= first * cos - second * sin",
+            "= (first * cos - second * sin) * tl.rsqrt(tl.sum((first * cos - second * sin) * "
+            "(first * cos - second * sin) + (second * cos + first * sin) * (second * cos + first * sin), axis=2) / HEAD_DIM "
+            "+ layer_eps)[:, :, None]",
         ),
     ),
     # The norm's weight.
-    "norm weight left out": (("first = first * inverse * tl.load", "first = first * inverse + 0 * tl.load"),),
-    "norm weight of layer 0": (("weight_source = (layer * norm_stride)", "weight_source = (layer * 0)"),),
+    "norm weight left out": (("first = first * inverse * first_weight", "first = first * inverse"),),
+    "norm weight of layer 0": (("norm_row = (layer * norm_stride)", "norm_row = (layer * 0)"),),
     "norm weight of another layer": (
-        ("weight_source = (layer * norm_stride)", "weight_source = (layer * norm_stride * 0 + norm_stride)"),
+        ("norm_row = (layer * norm_stride)", "norm_row = (layer * norm_stride * 0 + norm_stride)"),
     ),
-    "norm weight of the token": (("weight_source = (layer * norm_stride)", "weight_source = (token * norm_stride)"),),
-    "norm weight of the first half for both": (("norm_weight + HALF + weight_source", "norm_weight + weight_source"),),
+    "norm weight of the token": (("norm_row = (layer * norm_stride)", "norm_row = (token * norm_stride)"),),
+    "norm weight of the first half for both": (("norm_weight + partner + first_lane", "norm_weight + first_lane"),),
     "norm weight after the turn": (
-        (
-            "first = first * inverse * tl.load(norm_weight + weight_source, mask=mask, other=0.0).to(tl.float32)",
-            "first = first * inverse\n    one = tl.load(norm_weight + weight_source, mask=mask, other=0.0).to(tl.float32)",
-        ),
-        (
-            "second = second * inverse * tl.load(norm_weight + HALF + weight_source, mask=mask, other=0.0).to(tl.float32)",
-            "second = second * inverse\n    two = tl.load(norm_weight + HALF + weight_source, mask=mask, other=0.0).to(tl.float32)",
-        ),
-        ("(first * cos - second * sin)", "(one * (first * cos - second * sin))"),
-        ("(second * cos + first * sin)", "(two * (second * cos + first * sin))"),
+        ("first = first * inverse * first_weight", "first = first * inverse"),
+        ("second = second * inverse * second_weight", "second = second * inverse"),
+        ("= first * cos - second * sin", "= first_weight * (first * cos - second * sin)"),
+        ("= second * cos + first * sin", "= second_weight * (second * cos + first * sin)"),
     ),
-    "rest's weight left out": (("rest = rest * inverse * rest_weight.to(tl.float32)", "rest = rest * inverse"),),
-    "rest's weight of layer 0": (
-        ("((layer * norm_stride)[:, None] + rest_lane)", "((layer * 0)[:, None] + rest_lane)"),
-    ),
+    "rest's weight left out": (("rest = rest * inverse * rest_weight", "rest = rest * inverse"),),
+    "rest's weight of layer 0": (("norm_weight + (norm_row + rest_lane)", "norm_weight + (norm_row * 0 + rest_lane)"),),
     "rest's weight of the first lanes": (
-        ("((layer * norm_stride)[:, None] + rest_lane)", "((layer * norm_stride)[:, None] + (rest_lane - 2 * HALF))"),
+        ("norm_weight + (norm_row + rest_lane)", "norm_weight + (norm_row + (rest_lane - 2 * HALF))"),
     ),
     # Where K is rounded.
     "rounded after the norm": (("first = first * inverse * ", f"first = (first * inverse){ROUNDED} * "),),
     "rounded before the turn": (
         (
-            "target = k_out_row[:, None] + lane",
-            f"first = first{ROUNDED}\n    second = second{ROUNDED}\n    target = k_out_row[:, None] + lane",
+            "turned = first * cos - second * sin",
+            f"first = first{ROUNDED}\n        second = second{ROUNDED}\n        turned = first * cos - second * sin",
         ),
     ),
-    "products rounded": (("(first * cos - second * sin)", f"((first * cos){ROUNDED} - (second * sin){ROUNDED})"),),
+    "products rounded": (("= first * cos - second * sin", f"= (first * cos){ROUNDED} - (second * sin){ROUNDED}"),),
     "table rounded": (
         (
-            "cos = tl.load(table + table_source, mask=mask, other=0.0)",
-            "cos = tl.load(table + table_source, mask=mask, other=0.0).to(k_out.dtype.element_ty)",
+            "cos = tl.load(table + angle, mask=angle_mask, other=0.0)",
+            "cos = tl.load(table + angle, mask=angle_mask, other=0.0).to(k_out.dtype.element_ty)",
         ),
     ),
     "sum of squares rounded": (
-        ("first * first + second * second, axis=1", f"(first * first + second * second){ROUNDED}, axis=1"),
+        ("first * first + second * second, axis=2", f"(first * first + second * second){ROUNDED}, axis=2"),
     ),
     "epsilon and mean in 16 bits": (
         ("tl.rsqrt(squares / HEAD_DIM + layer_eps)", f"tl.rsqrt(squares / HEAD_DIM + layer_eps){ROUNDED}"),
@@ -120,35 +110,45 @@ KERNEL: dict[str, Edits] = {
     "layers and tokens swapped": (
         ("token * kv_token_stride + layer * kv_layer_stride", "token * kv_layer_stride + layer * kv_token_stride"),
     ),
-    "heads swapped": (("kv_layer_stride + head * HEAD_DIM", "kv_layer_stride + (NUM_HEADS - 1 - head) * HEAD_DIM"),),
+    "heads swapped": (
+        (
+            "kv_layer_stride)[:, None, None] + head * HEAD_DIM",
+            "kv_layer_stride)[:, None, None] + (NUM_HEADS - 1 - head) * HEAD_DIM",
+        ),
+    ),
     "heads as far apart as they rotate": (
-        ("kv_layer_stride + head * HEAD_DIM", "kv_layer_stride + head * (2 * HALF)"),
+        ("kv_layer_stride)[:, None, None] + head * HEAD_DIM", "kv_layer_stride)[:, None, None] + head * (2 * HALF)"),
     ),
-    "the first head for all": (("kv_layer_stride + head * HEAD_DIM", "kv_layer_stride + head * 0"),),
+    "the first head for all": (
+        ("kv_layer_stride)[:, None, None] + head * HEAD_DIM", "kv_layer_stride)[:, None, None] + head * 0"),
+    ),
     "K's layers and tokens swapped at the store": (
-        ("layer * k_layer_stride + token * k_token_stride", "layer * k_token_stride + token * k_layer_stride"),
+        ("layer * k_outer_stride + token * k_inner_stride", "layer * k_inner_stride + token * k_outer_stride"),
     ),
-    "K's heads by the stride of tokens": (("head * k_head_stride", "head * k_token_stride"),),
-    "K's layers by V's stride of tokens": (("layer * k_layer_stride", "layer * v_token_stride"),),
+    "K's heads by the stride of tokens": (("head * k_head_stride", "head * k_inner_stride"),),
+    "K's layers by V's stride of tokens": (("layer * k_outer_stride", "layer * v_inner_stride"),),
     "rows counted layer by layer in the wrong order": (
         ("token = (item % num_tokens)", "token = (item // num_tokens)"),
         ("layer = (item // num_tokens)", "layer = (item % num_tokens)"),
     ),
-    "head and item swapped": (("head = row % NUM_HEADS", "head = row // num_tokens % NUM_HEADS"),),
     # Masks.
-    "last row left out": (("row_mask = row < num_rows", "row_mask = row < num_rows - 1"),),
-    "rows past the last": (("row_mask = row < num_rows", "row_mask = row < num_rows + 1"),),
-    "no mask of rows": (("row_mask = row < num_rows", "row_mask = row >= 0"),),
-    "lanes past the head": (
-        ("v_mask = row_mask[:, None] & (v_lane < HEAD_DIM)", "v_mask = row_mask[:, None] & (v_lane >= 0)"),
+    "last item left out": (("active = item < num_layers * num_tokens", "active = item < num_layers * num_tokens - 1"),),
+    "items past the last": (
+        ("active = item < num_layers * num_tokens", "active = item < num_layers * num_tokens + 1"),
     ),
+    "no mask of items": (("active = item < num_layers * num_tokens", "active = item >= 0"),),
+    "heads past the last": (("if BLOCK_HEADS != NUM_HEADS:", "if BLOCK_HEADS < NUM_HEADS:"),),
+    "lanes past the head": (("else row_mask & (v_lane < HEAD_DIM)", "else row_mask & (v_lane >= 0)"),),
     "lanes of the other half": (
-        ("mask = row_mask[:, None] & (lane < HALF)", "mask = row_mask[:, None] & (lane >= 0)"),
+        (
+            "mask = row_mask if BLOCK_HALF == HALF else row_mask & pair_mask\n            source",
+            "mask = row_mask\n            source",
+        ),
     ),
     "lanes past the rest": (
-        ("rest_mask = row_mask[:, None] & (rest_lane < HEAD_DIM)", "rest_mask = row_mask[:, None] & (rest_lane >= 0)"),
+        ("rest_mask = row_mask & (rest_lane < HEAD_DIM)", "rest_mask = row_mask & (rest_lane >= 0)"),
     ),
-    "last lane of a half left out": (("(lane < HALF)", "(lane < HALF - 1)"),),
+    "last lane of a half left out": (("pair_mask = pair < HALF", "pair_mask = pair < HALF - 1"),),
     "last lane of the rest left out": (("(rest_lane < HEAD_DIM)", "(rest_lane < HEAD_DIM - 1)"),),
     "last lane of V left out": (("(v_lane < HEAD_DIM)", "(v_lane < HEAD_DIM - 1)"),),
     "masked lanes count as one": (
@@ -158,45 +158,49 @@ KERNEL: dict[str, Edits] = {
         ),
     ),
     "rest starts at the second half": (("rest_lane = 2 * HALF + ", "rest_lane = HALF + "),),
-    "rest never stored": (
-        ("tl.store(k_out + (k_out_row[:, None] + rest_lane), rest.to(element), mask=rest_mask)", "pass"),
-    ),
+    "rest never stored": (("tl.store(k_base + (k_target + rest_lane), rest.to(element), mask=rest_mask)", "pass"),),
     # V.
-    "V taken from K": (("kv + NUM_HEADS * HEAD_DIM + (k_row", "kv + (k_row"),),
+    "V taken from K": (("kv + NUM_HEADS * HEAD_DIM + (row", "kv + (row"),),
     "V of the next head": (
         ("value = tl.load(kv + NUM_HEADS * HEAD_DIM", "value = tl.load(kv + (NUM_HEADS - 1) * HEAD_DIM"),
     ),
-    "V rounded": (("if SCALE_VALUES:", "value = value.to(tl.float8e5).to(value.dtype)\n    if SCALE_VALUES:"),),
-    "V through float16": (("if SCALE_VALUES:", "value = value.to(tl.float16).to(value.dtype)\n    if SCALE_VALUES:"),),
+    "V rounded": (("if SCALE_VALUES:", "value = value.to(tl.float8e5).to(value.dtype)\n        if SCALE_VALUES:"),),
+    "V through float16": (
+        ("if SCALE_VALUES:", "value = value.to(tl.float16).to(value.dtype)\n        if SCALE_VALUES:"),
+    ),
     "V normed": (
-        ("if SCALE_VALUES:", "value = (value.to(tl.float32) * inverse).to(value.dtype)\n    if SCALE_VALUES:"),
+        ("if SCALE_VALUES:", "value = (value.to(tl.float32) * inverse).to(value.dtype)\n        if SCALE_VALUES:"),
     ),
-    "V scaled twice": (("* value_scale)", "* value_scale * value_scale)"),),
+    "V scaled twice": (("* value_scale\n", "* value_scale * value_scale\n"),),
     "V not scaled": (("if SCALE_VALUES:", "if SCALE_VALUES and HEAD_DIM < 0:"),),
-    "V written to layer 0": (("v_out_row = layer * v_layer_stride", "v_out_row = layer * 0"),),
+    "V written to layer 0": (("v_item = layer * v_outer_stride", "v_item = layer * 0"),),
     "V's layers and tokens swapped at the store": (
-        ("layer * v_layer_stride + token * v_token_stride", "layer * v_token_stride + token * v_layer_stride"),
+        ("layer * v_outer_stride + token * v_inner_stride", "layer * v_inner_stride + token * v_outer_stride"),
     ),
-    "V's heads by the stride of tokens": (("head * v_head_stride", "head * v_token_stride"),),
+    "V's heads by the stride of tokens": (("head * v_head_stride", "head * v_inner_stride"),),
     # The launch.
-    "one program too few": (("(-(-rows // block_rows),)", "(max(1, rows // block_rows),)"),),
-    "a block half as wide as the head": (
-        ("BLOCK_HEAD=next_power_of_two(head_dim)", "BLOCK_HEAD=next_power_of_two(head_dim) // 2"),
+    "one program too few": (("(-(-layers * tokens // tile.items),)", "(max(1, layers * tokens // tile.items),)"),),
+    "K's strides for V": (("*v_out.stride()[:3])", "*k_out.stride()[1:3], 1)"),),
+    "one layer too few": (
+        (
+            "        layers,\n        tokens,\n        kv.stride(0)",
+            "        layers - 1,\n        tokens,\n        kv.stride(0)",
+        ),
     ),
-    "fewer rows than there are heads": (("rows = layers * tokens * num_kv_heads", "rows = layers * tokens"),),
 }
 
 #: Of `fused_kv/kernel.py`, shown only by strides or numbers of rows that no small launch has.
 FAR: dict[str, Edits] = {
     "token in 32 bits": (("(item % num_tokens).to(tl.int64)", "(item % num_tokens).to(tl.int32)"),),
     "layer in 32 bits": (("(item // num_tokens).to(tl.int64)", "(item // num_tokens).to(tl.int32)"),),
-    "head in 32 bits": (("head = head.to(tl.int64)", "head = head.to(tl.int32)"),),
-    "position in 32 bits": (("mask=row_mask, other=0).to(tl.int64)", "mask=row_mask, other=0).to(tl.int32)"),),
-    "row of K in 32 bits": (("k_row[:, None] + lane", "k_row[:, None].to(tl.int32) + lane"),),
-    "target of K in 32 bits": (
-        ("target = k_out_row[:, None] + lane", "target = k_out_row[:, None].to(tl.int32) + lane"),
+    "head in 32 bits": (("[None, :, None].to(tl.int64)", "[None, :, None].to(tl.int32)"),),
+    "position in 32 bits": (("(position * table_stride)", "(position.to(tl.int32) * table_stride)"),),
+    "row of the table in 32 bits": (
+        ("(position * table_stride)[:, None, None]", "(position * table_stride)[:, None, None].to(tl.int32)"),
     ),
-    "row of V in 32 bits": (("v_out_row[:, None] + v_lane", "v_out_row[:, None].to(tl.int32) + v_lane"),),
+    "row of K in 32 bits": (("source = row + pair", "source = row.to(tl.int32) + pair"),),
+    "target of K in 32 bits": (("k_item[:, None, None]", "k_item[:, None, None].to(tl.int32)"),),
+    "row of V in 32 bits": (("v_item[:, None, None]", "v_item[:, None, None].to(tl.int32)"),),
 }
 
 #: Of `fused_kv/latent_kernel.py`.

@@ -1,65 +1,136 @@
-"""That the kernel which is interpreted here also compiles for GPUs, without one.
+"""That the kernel which is interpreted here also compiles for GPUs, without one, and costs what the committed budget says.
 
 Failure modes this file exists to catch: a construct that the interpreter takes and the compiler does not; a tile that spills registers;
-scalar loads where the layout allows wide ones; a fused multiply-add that would round unlike the interpreter.
+accesses narrower than 128 bits where the layout allows wide ones; a row of the rope table loaded once per head instead of once per token; a
+fused multiply-add that would round unlike the interpreter; a gate that lets a regression through, or says only that there is one.
+
+The gate over all shapes and GPUs is `benchmarks/compile_gate.py`, whose parts are used here on a few.
 """
 
 from __future__ import annotations
 
-import re
+import json
 
 import pytest
-import torch
 import triton
-from targets import TARGETS, NoDevice, inspect
-
-from pytest_specdecode.fused_kv.kernel import _norm_rope_kernel
+from targets import TARGETS
 
 if not hasattr(triton.runtime.driver, "_active"):
     pytest.skip("this triton has no driver that can be stood in for", allow_module_level=True)
 
+import compile_gate
+from compile_gate import Shape, beyond_limits, measured, worse_than
 
-@pytest.fixture
-def compiled_for(monkeypatch):
-    def compile_for(name, *, head_dim=128, rotary_dim=128, dtype=torch.bfloat16, scale=False):
-        layers, tokens, heads = 5, 16, 4
-        kv = torch.empty(tokens, layers, 2 * heads * head_dim, dtype=dtype)
-        out = torch.empty(layers, tokens, heads, head_dim, dtype=dtype)
-        rest = head_dim - rotary_dim
-        # Not set_active: there is no real driver to go back to where there is no GPU.
-        monkeypatch.setattr(triton.runtime.driver, "_active", NoDevice(TARGETS[name]))
-        return _norm_rope_kernel.warmup(
-            kv, torch.zeros(tokens, dtype=torch.long), torch.empty(layers, head_dim), torch.empty(layers),
-            torch.empty(64, rotary_dim), out, torch.empty_like(out), layers * tokens * heads, tokens,
-            kv.stride(0), kv.stride(1), head_dim, rotary_dim, *out.stride()[:3], *out.stride()[:3], 1.0,
-            NUM_HEADS=heads, HEAD_DIM=head_dim, HALF=rotary_dim // 2, BLOCK_ROWS=16,
-            BLOCK_HALF=triton.next_power_of_2(rotary_dim // 2), BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
-            BLOCK_HEAD=triton.next_power_of_2(head_dim), SCALE_VALUES=scale,
-            num_warps=4, enable_fp_fusion=False, grid=(1,),
-        )  # fmt: skip
-
-    return compile_for
+BUDGETS = json.loads(compile_gate.BUDGET.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("head_dim", "rotary_dim", "scale"), [(128, 128, False), (96, 32, True)])
-def test_compiles_for_amd(compiled_for, head_dim, rotary_dim, scale):
-    text = compiled_for("gfx942", head_dim=head_dim, rotary_dim=rotary_dim, scale=scale).asm["amdgcn"]
-    assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", text) == ["0"]
-    assert re.findall(r"\.sgpr_spill_count:\s*(\d+)", text) == ["0"]
+@pytest.mark.parametrize(
+    ("target", "shape"),
+    [
+        *(("sm_90", Shape(heads=heads)) for heads in compile_gate.LIMIT_HEADS),
+        ("sm_80", Shape(heads=8, into="blocks-fp8")),
+        ("sm_100", Shape(heads=4, is_neox_style=False)),
+        ("gfx942", Shape(heads=4)),
+        ("gfx942", Shape(heads=3, head_dim=80, rotary_dim=32)),
+    ],
+    ids=str,
+)
+def test_a_kernel_keeps_its_limits_and_its_budget(target, shape):
+    if target != "gfx942":
+        try:
+            compile_gate.compiled(shape, target)
+        except RuntimeError as error:
+            pytest.skip(f"this triton cannot compile for {target}: {error}")
+    numbers = measured(shape, target)
+    assert list(beyond_limits(shape, target, numbers)) == []
+    if triton.__version__ in BUDGETS:
+        assert list(worse_than(BUDGETS[triton.__version__][target][str(shape)], numbers)) == []
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
-def test_compiles_for_nvidia_without_spills(compiled_for, target, tmp_path):
-    usage, code = inspect(compiled_for(target), tmp_path)
-    assert re.findall(r"STACK:(\d+)", usage) == ["0"]
-    assert all(int(count) <= 64 for count in re.findall(r"REG:(\d+)", usage)), usage
-    assert not re.search(r"\b(LDL|STL)\b", code)
-    # K, V and the outputs move 128 bits at a time.
-    assert len(re.findall(r"STG\.E\.128", code)) >= 3
-    assert "FFMA" not in code
+def test_the_budget_has_every_shape_of_the_corpus_and_every_option():
+    due = {str(shape) for shape in compile_gate.all_shapes()}
+    assert len(compile_gate.corpus_shapes()) == 21
+    assert "h8-d128-r128-neox-rows" in due
+    for version, targets in BUDGETS.items():
+        assert set(targets) == set(TARGETS), version
+        for target, shapes in targets.items():
+            assert set(shapes) == due, f"{version} {target}"
 
 
-def test_partial_rotation_and_narrow_dtypes_compile(compiled_for, tmp_path):
-    for dtype in (torch.float32, torch.float16):
-        usage, _ = inspect(compiled_for("sm_90", head_dim=80, rotary_dim=32, dtype=dtype, scale=True), tmp_path)
-        assert re.findall(r"STACK:(\d+)", usage) == ["0"]
+@pytest.mark.parametrize("version", BUDGETS)
+def test_no_budget_is_beyond_a_limit(version):
+    for shape in compile_gate.all_shapes():
+        for target in TARGETS:
+            assert list(beyond_limits(shape, target, BUDGETS[version][target][str(shape)])) == []
+
+
+GOOD = {
+    "registers": 72,
+    "spills": 0,
+    "load_bytes": 720.0,
+    "store_bytes": 512.0,
+    "loads": {"4": 3, "8": 1, "16": 10},
+    "stores": {"16": 8},
+    "fused_multiply_adds": 0,
+    "instructions": 660,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"registers": 73}, "registers 73, budget 72"),
+        ({"spills": 8}, "spills 8, budget 0"),
+        ({"load_bytes": 736.0}, "load_bytes 736, budget 720"),
+        ({"store_bytes": 513.0}, "store_bytes 513, budget 512"),
+        ({"loads": {"4": 3, "8": 3, "16": 9}}, "loads of 8 bytes 3, budget 1"),
+        ({"stores": {"2": 1, "16": 8}}, "stores of 2 bytes 1, budget 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_regression_names_the_number_that_moved(change, text):
+    assert list(worse_than(GOOD, {**GOOD, **change})) == [text]
+    assert list(worse_than(GOOD, GOOD)) == []
+    assert list(worse_than(GOOD, {**GOOD, "registers": 60, "load_bytes": 700.0})) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"spills": 4}, "spills 4, due 0"),
+        ({"registers": 97}, "registers 97, at most 96"),
+        ({"load_bytes": 722.0}, "load_bytes 722, at most 1.1 x 656"),
+        ({"store_bytes": 768.0}, "store_bytes 768, due 512"),
+        ({"stores": {"8": 16}}, "stores {'8': 16}, due 128 bits each"),
+        ({"loads": {"8": 20, "16": 2}}, "128-bit loads bring 128 bytes a row, due at least 512 for K and V"),
+        ({"fused_multiply_adds": 3}, "fused_multiply_adds 3, due 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_is_beyond_a_limit_is_named_too(change, text):
+    shape = Shape(heads=4)
+    (found,) = beyond_limits(shape, "sm_90", {**GOOD, **change})
+    assert found.startswith(f"sm_90 {shape}: {text}")
+
+
+def test_the_floors_are_the_sums_of_what_a_row_needs():
+    # K and V 512, a share of 512 bytes of the rope table, and of 512 bytes of weights among eight tokens.
+    assert [Shape(heads=heads).floor for heads in (1, 2, 4, 8)] == [1088, 800, 656, 584]
+
+
+def test_a_release_without_a_budget_is_told_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(compile_gate, "BUDGET", tmp_path / "budget.json")
+    assert compile_gate.main(["--target", "sm_90"]) == 2
+    assert "--write" in capsys.readouterr().err
+
+
+def test_the_gate_writes_a_budget_that_it_then_keeps(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(compile_gate, "BUDGET", tmp_path / "budget.json")
+    monkeypatch.setattr(compile_gate, "all_shapes", lambda: [Shape(heads=4)])
+    assert compile_gate.main(["--write", "--target", "sm_90"]) == 0
+    assert compile_gate.main(["--target", "sm_90"]) == 0
+    budget = json.loads(compile_gate.BUDGET.read_text(encoding="utf-8"))
+    budget[triton.__version__]["sm_90"]["h4-d128-r128-neox-rows"]["load_bytes"] = 700
+    compile_gate.BUDGET.write_text(json.dumps(budget), encoding="utf-8")
+    assert compile_gate.main(["--target", "sm_90"]) == 1
+    assert "sm_90 h4-d128-r128-neox-rows: load_bytes 720, budget 700" in capsys.readouterr().err

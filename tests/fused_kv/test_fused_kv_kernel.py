@@ -17,7 +17,9 @@ from harness import Case, check, draw, run_watched, truth
 
 from pytest_specdecode.errors import InputError, StackMismatchError
 from pytest_specdecode.fused_kv import fused_norm_rope
-from pytest_specdecode.fused_kv.kernel import _norm_rope_kernel, next_power_of_two
+from pytest_specdecode.fused_kv.inputs import next_power_of_two
+from pytest_specdecode.fused_kv.kernel import _norm_rope_kernel
+from pytest_specdecode.fused_kv.tiles import meta_of
 from pytest_specdecode.launch import launch, observed
 from pytest_specdecode.memory import guarded
 from pytest_specdecode.numerics import NumericsError, assert_close, assert_exact
@@ -245,19 +247,21 @@ def test_offsets_do_not_wrap_at_two_to_the_31(which, stride):
     watch = FarAccess(tensors[which].data_ptr())
     with observed(watch), pytest.raises(Exception, match="Stop"):
         launch(
-            _norm_rope_kernel, (1,), case.kv, case.positions, case.weight, case.eps, case.table, k_out, v_out, 27, 3,
-            *(step for name in tensors for step in strides[name]), 1.0,
-            NUM_HEADS=3, HEAD_DIM=16, HALF=8, BLOCK_ROWS=32, BLOCK_HALF=8, BLOCK_REST=0, BLOCK_HEAD=16, SCALE_VALUES=False,
+            _norm_rope_kernel, (1,), case.kv, case.positions, case.weight, case.eps, case.table, k_out, v_out, None, None, None,
+            3, 3, *(step for name in tensors for step in strides[name]), 1.0,
+            **meta_of(3, 16, 16), BLOCK_ITEMS=16, STEPS=1, FLAT=True, IS_NEOX=True, SCALE_VALUES=False, PAGE_SIZE=-1,
+            ALIGNED=False, FP8=0,
         )  # fmt: skip
-    rows = [(layer, token, head) for layer in range(3) for token in range(3) for head in range(3)]
+    items = [(layer, token) for layer in range(3) for token in range(3)]
+    rows = [(*item, head) for item in items for head in range(3)]
     due = {
         "kv": [(layer + token) * stride + head * 16 for layer, token, head in rows],
-        "norm_weight": [layer * stride for layer, _, _ in rows],
-        "table": [[0, 63, 2][token] * stride for _, token, _ in rows],
+        "norm_weight": [layer * stride for layer, _ in items],
+        "table": [[0, 63, 2][token] * stride for _, token in items],
         "k_out": [sum(row) * stride for row in rows],
         "v_out": [sum(row) * stride for row in rows],
     }[which]
-    assert watch.offsets.reshape(27, -1)[:, 0].tolist() == due
+    assert watch.offsets.reshape(len(due), -1)[:, 0].tolist() == due
 
 
 # The launcher.

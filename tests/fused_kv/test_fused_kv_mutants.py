@@ -37,11 +37,11 @@ def test_a_slip_that_only_far_offsets_show_still_has_its_text(slip):
 
 def check_all(fused_norm_rope):
     # No two extents are equal, and the lanes that rotate are not the lanes that rest.
-    shape = {"tokens": 3, "layers": 2, "heads": 2, "head_dim": 40, "rotary_dim": 18}
+    shape = {"tokens": 3, "layers": 2, "heads": 3, "head_dim": 40, "rotary_dim": 18}
     tiny = {"scale": 1e-3, "eps": torch.tensor([1e-6, 1e-5])}
     positions = torch.tensor([3, 60, 17])
     check(draw(**shape, positions=positions), fused_norm_rope)
-    check(draw(**shape, **tiny, value_scale=0.612), fused_norm_rope, block_rows=8)
+    check(draw(**shape, **tiny, value_scale=0.612), fused_norm_rope, block_rows=16)
     check(draw(**shape, scale=1e-4, eps=torch.tensor([1e-10, 1e-9]), dtype=torch.float16), fused_norm_rope)
     check_rounding(draw(**{**shape, "tokens": 9}, dtype=torch.bfloat16), fused_norm_rope)
 

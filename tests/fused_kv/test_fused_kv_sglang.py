@@ -52,7 +52,6 @@ def test_both_kernels_agree_bit_for_bit(helper, shape, dtype):
 @pytest.mark.parametrize(
     "stack",
     [
-        {"is_neox_style": False},
         {"overrides": {1: {"num_kv_heads": 4}}},
         {"overrides": {2: {"head_dim": 32}}},
         {"overrides": {1: {"rotary_dim": 8}}},

@@ -208,7 +208,7 @@ def test_the_norms_epsilon_may_differ():
 
 # SGLang's order: style, then width, then per layer heads, head_dim and RoPE, layer 0 completely before layer 1.
 def test_style_of_the_shared_rope_comes_before_everything():
-    fault = first_fault([], is_neox_style=False, rotary_dim=0)
+    fault = first_fault([], is_neox_style=False, rotary_dim=0, interleaved=False)
     assert str(fault) == "Only neox-style RoPE is supported."
     assert isinstance(fault, NotImplementedError)
 

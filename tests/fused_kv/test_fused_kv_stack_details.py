@@ -48,7 +48,7 @@ def said(fault):
 
 
 def test_the_style_of_the_shared_rope_is_said_in_full():
-    (fault,) = faults([LayerFacts()], is_neox_style=False)
+    (fault,) = faults([LayerFacts()], is_neox_style=False, interleaved=False)
     assert said(fault) == ("rope-style", True, False, None)
 
 
@@ -99,7 +99,7 @@ def test_a_rope_mismatch_says_both_whatever_is_unknown(fact, arguments, text, ax
 
 
 def test_a_rope_mismatch_says_the_style_that_was_due():
-    _, fault = faults([LayerFacts(is_neox_style=True)], is_neox_style=False)
+    _, fault = faults([LayerFacts(is_neox_style=True)], is_neox_style=False, interleaved=False)
     assert "expected (rotary_dim=16, neox=False), got (rotary_dim=16, neox=True)" in str(fault)
     assert said(fault) == ("rope-style", False, True, 0)
 

@@ -33,8 +33,8 @@ TEXTS = {
     "head-dim": "head_dim mismatch across layers for fused KV path: expected {expected}, got {got} at layer {layer}.",
     "rotary-dim": "RoPE config mismatch across layers for fused KV path: expected (rotary_dim={expected}, neox=True), "
     "got (rotary_dim={got}, neox=True) at layer {layer}.",
-    "rope-style": "RoPE config mismatch across layers for fused KV path: expected (rotary_dim={rotary_dim}, neox=True), "
-    "got (rotary_dim={rotary_dim}, neox=False) at layer {layer}.",
+    "rope-style": "RoPE config mismatch across layers for fused KV path: expected (rotary_dim={rotary_dim}, neox={expected}), "
+    "got (rotary_dim={rotary_dim}, neox={got}) at layer {layer}.",
     "rope-theta": "rope_theta mismatch across layers for fused KV path: expected {expected}, got {got} at layer {layer}.",
     "rope-scaling": "rope_scaling mismatch across layers for fused KV path: expected {expected}, got {got} at layer {layer}.",
     "hidden-size": "hidden_size mismatch across layers for fused KV path: expected {expected}, got {got} at layer {layer}.",
@@ -49,7 +49,6 @@ TEXTS = {
 }
 
 #: The same where layer 0 alone shows it, or where a table is not what is stated.
-NON_NEOX = "Only neox-style RoPE is supported."
 OWN_ROWS = (
     "q_size mismatch for fused KV path: expected {expected} (qkv_proj.weight has {rows} rows, of which K and V take 2 x {kv_size}), "
     "got {got} at layer 0."
@@ -63,8 +62,6 @@ TABLE = (
 def due_text(broken):
     """The error's text, from what the strategy says it broke."""
     odd = broken.stack.configs[broken.odd_layer]
-    if broken.layer is None:
-        return NON_NEOX
     if broken.axis == "q-size" and broken.layer == 0:
         return OWN_ROWS.format(expected=broken.expected, got=broken.got, rows=odd.qkv_rows, kv_size=odd.kv_size)
     if odd.table_breaks_at is not None:
