@@ -210,7 +210,7 @@ def _tensors(layers: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
 
 def _digest(tensor: Tensor) -> str:
     held = tensor.detach().cpu().contiguous()
-    return hashlib.blake2b(held.view(torch.uint8).numpy(), digest_size=16).hexdigest()
+    return hashlib.blake2b(held.view(torch.uint8).numpy().data, digest_size=16).hexdigest()
 
 
 def built(build: Build, layers: Sequence[Any], device: torch.device | str, **options: Any) -> Any:

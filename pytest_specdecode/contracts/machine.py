@@ -294,8 +294,8 @@ class FusedKVMachine(RuleBasedStateMachine):
 
         with watched():
             self.subject.materialize(*given, write)
-        for name, values, held in zip(("ctx_hidden", "positions"), given, dues, strict=True):
-            if not torch.equal(_bits(values), _bits(held)):
+        for name, values, due_values in zip(("ctx_hidden", "positions"), given, dues, strict=True):
+            if not torch.equal(_bits(values), _bits(due_values)):
                 raise ContractError(f"{name} was written to")
         if names := changed(self.layers, weights):
             raise ContractError(f"{' and '.join(names)} was written to")

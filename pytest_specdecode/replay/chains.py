@@ -5,6 +5,7 @@ token p the rows 0 … p - 1 are known, and row p - 1 drafts token p + 1. From t
 
     a chain     takes the embedding of what it drafted and its own last state, one row a step
     P-EAGLE     takes its mask's embedding and state, all rows in one pass
+    several prediction layers in turn: row i of layer k takes the output of row i of layer k - 1 and the embedding of token i + k + 1
 
 So one causal pass over a recording gives the context of every start and the first token of each; only the rows behind it are each start's
 own. The layers are the families' reference layers, their attention replaced by one that knows many starts.
@@ -162,14 +163,19 @@ class Eagle1Model(ChainModel):
 
 
 class MTPModel(ChainModel):
-    """One prediction layer, run again and again on its own output."""
+    """One prediction layer, run again and again on its own output; or several, each for the token that it was trained for.
+
+    An engine that runs the first of several again and again serves another draft than this one.
+    """
 
     def __init__(self, draft: Draft, spec: DraftSpec, weights: Weights) -> None:
-        if len(spec.layers) > 1:
-            raise NoReferenceError(f"a replay of {len(spec.layers)} prediction layers in turn is not written")
         if spec.layers and getattr(spec.options, "stage", None) is not None:
             raise NoReferenceError("a replay of a DeepSeek-V4 stage, whose states are parallel streams, is not written")
         super().__init__(draft, spec, weights)
+
+    def read(self, recording: Recording) -> Drafter:
+        """The draft over one recording."""
+        return super().read(recording) if len(self.layers) == 1 else InTurnDrafter(self, recording)
 
     def states(self, recording: Recording) -> Tensor:
         """The state that the target's head reads, as engines hand it on."""
@@ -234,6 +240,61 @@ class Chain(Drafting):
         self.last = None if self.last is None else self.last[live]
         for cache in self.caches:
             cache.keep(live)
+
+
+class InTurnDrafter(Drafter):
+    """Several prediction layers over one recording.
+
+    A draft goes on only where the target keeps its tokens, and then they are those of the recording. So what a layer sees of the tokens
+    before it is the recording's own, and one pass of each layer over it holds every draft.
+
+    Attributes:
+        model: the draft.
+        outs: the output of layer k for rows 0 to T - 2 - k, [T - 1 - k, H] each.
+    """
+
+    def __init__(self, model: MTPModel, recording: Recording) -> None:
+        self.model = model
+        self.outs: list[Tensor] = []
+        hidden, tokens = model.states(recording), recording.tokens
+        for index, layer in enumerate(model.layers):
+            embeds, context = model.weights.embed(tokens[1 : len(tokens) - index]), ContextKV()
+            at = torch.arange(len(embeds), device=hidden.device)
+            parts = [layer.forward(embeds[rows], hidden[rows], rows, context) for rows in torch.split(at, _ROWS)]
+            hidden = model.recycled(torch.cat(parts)) if parts else hidden[:0]
+            self.outs.append(hidden)
+
+    def begin(self, starts: Tensor, count: int) -> Drafting:
+        """Drafts that are followed as far as the target keeps them.
+
+        Raises:
+            NoReferenceError: there are fewer layers than tokens.
+        """
+        if count > len(self.outs):
+            raise NoReferenceError(
+                f"{len(self.outs)} prediction layers draft as many tokens in turn; give --draft-tokens={len(self.outs)} or fewer"
+            )
+        return InTurn(self, starts.to(self.outs[0].device))
+
+    def draft(self, starts: Tensor, count: int) -> Tensor:
+        """Not known: what a layer proposes behind a token that the recording does not hold is not computed."""
+        raise NoReferenceError("what several prediction layers propose behind tokens that are not kept is not computed")
+
+
+class InTurn(Drafting):
+    """Drafts of several prediction layers under way."""
+
+    def __init__(self, drafter: InTurnDrafter, starts: Tensor) -> None:
+        self.model, self.outs, self.starts, self.place = drafter.model, drafter.outs, starts, 0
+
+    def next(self) -> Tensor:
+        """The token that the next layer drafts."""
+        out, self.place = self.outs[self.place][self.starts - 1], self.place + 1
+        return self.model.tokens(out)
+
+    def keep(self, live: Tensor) -> None:
+        """Drop the others."""
+        self.starts = self.starts[live.to(self.starts.device)]
 
 
 class ParallelDrafter(ChainDrafter):

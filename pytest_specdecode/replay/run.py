@@ -121,7 +121,9 @@ class Replayer:
         spec = self.spec
         if spec.family in _BLOCKS:
             return block_tokens(spec, self._from_anchor)
-        return _proposed(self.draft) or CHAIN_TOKENS
+        # Prediction layers in turn draft a token each.
+        in_turn = len(spec.layers) if spec.family == "mtp" and len(spec.layers) > 1 else None
+        return _proposed(self.draft) or in_turn or CHAIN_TOKENS
 
     def most_tokens(self) -> int | None:
         """The most tokens that the draft was trained to propose in a round; None where nothing bounds it, or it is not stated."""

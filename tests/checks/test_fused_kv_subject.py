@@ -22,6 +22,7 @@ from pytest_specdecode.findings import CheckResult
 from pytest_specdecode.fused_kv import facts_of
 from pytest_specdecode.fused_kv.odd_layers import NoOddLayerError, odd_layer
 from pytest_specdecode.report import Report
+from pytest_specdecode.trials import MOST_TEXT, error_text, named_layer
 
 MATCHES, ODD, CALLS, RANKS = (
     f"fused-kv.{name}" for name in ("matches-reference", "odd-layers", "calls", "tensor-parallel")
@@ -442,6 +443,155 @@ def test_an_input_that_is_written_to_is_named(dflash: Path) -> None:
     said = [finding.message for finding in _found(dflash, Scribbles, CALLS).findings if finding.where == "bounds"]
     assert said
     assert "ctx_hidden was written to" in said[0]
+
+
+class ScalesWeights(_Wrapped):
+    def __init__(self, layers: Any, *args: Any) -> None:
+        for layer in layers:
+            layer.self_attn.qkv_proj.weight.data.mul_(2.0)
+        super().__init__(layers, *args)
+
+
+class ScalesTheTable(_Wrapped):
+    def materialize(self, ctx_hidden: Any, positions: Any, write_layer_kv: Any) -> None:
+        self.path.materialize(ctx_hidden, positions, write_layer_kv)
+        self.path._layers[1].self_attn.rotary_emb.cos_sin_cache.mul_(2.0)
+
+
+@pytest.mark.parametrize(
+    ("subject", "tensor"),
+    [(ScalesWeights, "layer 0's qkv_proj.weight"), (ScalesTheTable, "layer 1's rotary_emb.cos_sin_cache")],
+)
+def test_a_layer_that_is_written_to_is_named(
+    subject: Any, tensor: str, dflash: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is served is then right by the layers as they have become."""
+    monkeypatch.setattr(fused_kv_subject, "PROPERTIES", {"bounds": fused_kv_subject.PROPERTIES["bounds"]})
+    monkeypatch.setattr(fused_kv_subject, "tried", lambda *_: _RIGHT)
+    result = _found(dflash, subject, CALLS)
+    assert result.status == "failed"
+    assert tensor in result.message
+    assert "was written to" in result.message
+
+
+class ClampsInPlace(_Wrapped):
+    """Moves what it would be held against with it."""
+
+    def materialize(self, ctx_hidden: Any, positions: Any, write_layer_kv: Any) -> None:
+        if len(positions) > 4:
+            positions.clamp_(max=3)
+        self.path.materialize(ctx_hidden, positions, write_layer_kv)
+
+
+def test_positions_that_are_written_to_are_no_truth(dflash: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = _found(dflash, ClampsInPlace, MATCHES)
+    assert "ClampsInPlace serves this draft's layers wrong: layer 0: K is off by" in result.message
+    monkeypatch.setattr(fused_kv_subject, "tried", lambda *_: _RIGHT)
+    named = {finding.where for finding in _found(dflash, ClampsInPlace, CALLS).findings}
+    assert {"many-tokens", "unsorted-positions", "workspace-growth"} <= named
+
+
+class NeedsToGrow(_Wrapped):
+    """Asks more of the rotary object than a table that cannot grow has."""
+
+    def materialize(self, ctx_hidden: Any, positions: Any, write_layer_kv: Any) -> None:
+        self.path.rotary_emb.grow_as_ours_do(positions)
+
+
+def test_an_error_of_any_kind_is_no_refusal_of_a_position(dflash: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_kv_subject, "tried", lambda *_: _RIGHT)
+    said = {finding.where: finding.message for finding in _found(dflash, NeedsToGrow, CALLS).findings}
+    for name in ("negative-position", "position-past-the-table"):
+        assert "positions 0, 1 and 7 are not served: AttributeError" in said[name]
+
+
+# --- what no implementation should do -----------------------------------------------------------------------------------------------------
+
+
+def _raising(error: BaseException) -> Callable[..., Any]:
+    class Raising(_Wrapped):
+        def materialize(self, *args: Any) -> None:
+            raise error
+
+    return Raising
+
+
+class _Unprintable(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class _Unreadable(ValueError):
+    @property
+    def layer(self) -> int:
+        raise RuntimeError("no layer")
+
+
+def _handing(change: Callable[..., Any], *, then: BaseException | None = None) -> Callable[..., Any]:
+    class Handing(_Wrapped):
+        def materialize(self, ctx_hidden: Any, positions: Any, write_layer_kv: Any) -> None:
+            def hand(layer: int, k: Any, v: Any) -> None:
+                for call in change(layer, k, v):
+                    write_layer_kv(*call)
+
+            self.path.materialize(ctx_hidden, positions, hand)
+            if then is not None:
+                raise then
+
+    return Handing
+
+
+@pytest.mark.parametrize(
+    ("subject", "said"),
+    [
+        (_raising(SystemExit(3)), "breaks on this draft's layers: SystemExit: 3"),
+        (_raising(pytest.skip.Exception("not here")), "breaks on this draft's layers: Skipped: not here"),
+        (_raising(pytest.fail.Exception("never")), "breaks on this draft's layers: Failed: never"),
+        (_raising(BaseException("odd")), "breaks on this draft's layers: BaseException: odd"),
+        (_raising(_Unprintable()), "refuses this draft's layers: _Unprintable: (its text cannot be had: RuntimeError)"),
+        (_raising(_Unreadable("x")), "refuses this draft's layers: _Unreadable: x"),
+        (_handing(lambda n, k, v: [(n, k * 0, v), (n, k, v)]), "wrong: layer 0 was handed over 2 times"),
+        (_handing(lambda n, k, v: [(n, k, v), (n + 7, k, v)]), "wrong: layer 7 was handed over, and there are 2"),
+        (_handing(lambda n, k, v: [(n - 2, k, v)]), "wrong: layer -2 was handed over, and there are 2"),
+        (_handing(lambda n, k, v: [(n, k, v), ("last", k, v)]), "wrong: a layer called 'last' was handed over"),
+        (
+            _handing(lambda n, k, v: [(n, k, v), ("last", k, v)], then=ValueError("x")),
+            "breaks on this draft's layers: after a layer called 'last' was handed over, ValueError: x",
+        ),
+        (_handing(lambda n, k, v: [(n, None, v)]), "wrong: layer 0: K is of type NoneType; a tensor is due"),
+        (_handing(lambda n, k, v: [(n, k.to(torch.complex64), v)]), "wrong: layer 0: K is torch.complex64"),
+        (_handing(lambda n, k, v: [(n, k, v.to("meta"))]), "wrong: layer 0: V lies on meta; due is cpu"),
+        (_handing(lambda n, k, v: [(n, k.to_sparse(), v)]), "wrong: layer 0: K is torch.sparse_coo"),
+    ],
+    ids=[
+        *("exits", "skips", "fails", "base", "unprintable", "unreadable", "twice", "another", "negative", "named"),
+        *("named-then-raises", "none", "complex", "elsewhere", "sparse"),
+    ],
+)
+def test_whatever_it_does_is_its_own_fault_and_ends_nothing(subject: Any, said: str, dflash: Path) -> None:
+    report = _checked(dflash, subject, MATCHES, ODD, CALLS, RANKS)
+    assert said in report[MATCHES].message
+    for id in (MATCHES, ODD, CALLS, RANKS):
+        assert "the check itself broke" not in report[id].message, id
+
+
+def test_a_layer_may_come_as_any_whole_number(dflash: Path) -> None:
+    """What a list of caches can be asked for."""
+    report = _checked(dflash, _handing(lambda n, k, v: [(torch.tensor(n), k, v)]), MATCHES, CALLS)
+    assert (report[MATCHES].status, report[CALLS].status) == ("passed", "passed")
+
+
+def test_an_errors_text_is_shown_as_far_as_one_reads_it() -> None:
+    assert error_text(ValueError("ab\n c")) == "ValueError: ab c"
+    assert error_text(ValueError("x" * 5000)) == f"ValueError: {'x' * MOST_TEXT}... (5000 characters)"
+
+
+def test_true_is_no_layer() -> None:
+    error = ValueError("nothing of a number")
+    error.layer = True  # type: ignore[attr-defined]
+    assert named_layer(error) is None
+    error.layer = 2  # type: ignore[attr-defined]
+    assert named_layer(error) == 2
 
 
 def test_workspace_that_grows_is_held_to_the_later_calls(dflash: Path, monkeypatch: pytest.MonkeyPatch) -> None:

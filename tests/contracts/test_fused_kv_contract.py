@@ -353,6 +353,78 @@ def test_an_input_that_is_written_to_is_found(tmp_path):
     assert list(failing(contract(ChangesItsInput), tmp_path)) == ["bounds"]
 
 
+class ScalesWeights(Eager):
+    """Right by the layers as they have become."""
+
+    def __init__(self, layers, *args, **kwargs):
+        for layer in layers:
+            layer.self_attn.qkv_proj.weight.data.mul_(2.0)
+        super().__init__(layers, *args, **kwargs)
+
+
+class ScalesANormLater(Eager):
+    def materialize(self, ctx_hidden, positions, write_layer_kv):
+        super().materialize(ctx_hidden, positions, write_layer_kv)
+        if len(positions) > 8:
+            self._layers[0].self_attn.k_norm.weight.data.mul_(2.0)
+
+
+def test_layers_that_are_written_to_are_found(tmp_path):
+    found = failing(contract(ScalesWeights), tmp_path, tests=("test_memory",))
+    assert list(found) == ["bounds"]
+    assert "layer 0's qkv_proj.weight and layer 1's qkv_proj.weight was written to" in found["bounds"]
+    for subject, said in (
+        (ScalesWeights, "written to at construction"),
+        (ScalesANormLater, "k_norm.weight was written"),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            contract(subject)().test_calls_any(rest="calls-drawn")
+
+
+class ClampsInPlace(Eager):
+    """Moves what it would be held against with it, in long calls alone."""
+
+    def compute(self, ctx_hidden, positions):
+        if len(positions) > 8:
+            positions.clamp_(max=3)
+        return super().compute(ctx_hidden, positions)
+
+
+def test_positions_that_are_written_to_are_no_truth(tmp_path):
+    assert list(failing(contract(ClampsInPlace), tmp_path)) == ["many-tokens"]
+    with pytest.raises(AssertionError, match="positions was written to"):
+        contract(ClampsInPlace)().test_calls_any(rest="calls-drawn")
+
+
+class HandsOverTwice(Eager):
+    """In long calls alone."""
+
+    def materialize(self, ctx_hidden, positions, write_layer_kv):
+        if len(positions) > 8:
+            super().materialize(ctx_hidden, positions, lambda layer, k, v: write_layer_kv(layer, k * 0, v))
+        super().materialize(ctx_hidden, positions, write_layer_kv)
+
+
+def test_a_layer_that_comes_twice_is_found_in_any_call(tmp_path):
+    found = failing(contract(HandsOverTwice), tmp_path)
+    assert list(found) == ["many-tokens"]
+    assert "layer 0 was handed over 2 times" in found["many-tokens"]
+
+
+class NeedsToGrow(Eager):
+    """Asks more of the rotary object than a table that cannot grow has."""
+
+    def compute(self, ctx_hidden, positions):
+        self.rotary_emb._ensure_cos_sin_cache_length(0)
+        return super().compute(ctx_hidden, positions)
+
+
+def test_an_error_of_any_kind_is_no_refusal_of_a_position(tmp_path):
+    found = failing(contract(NeedsToGrow), tmp_path, tests=("test_out_of_range",))
+    assert list(found) == ["negative-position", "position-past-the-table"]
+    assert "cannot grow, positions [0, 7, 39] are not served: AttributeError" in found["negative-position"]
+
+
 @pytest.mark.parametrize("axis", AXES)
 def test_an_axis_that_is_not_looked_at_is_found_by_drawing(axis):
     with pytest.raises(AssertionError, match=f"differ in {axis}"):

@@ -87,6 +87,10 @@ def test_a_drawn_test_declared_by_its_own_name_is_held_to_failing(pytester):
     )
 
 
+def subject_from_elsewhere(*args):
+    """In a class body it would be a method."""
+
+
 @pytest.mark.parametrize(
     ("gaps", "text"),
     [
@@ -94,8 +98,12 @@ def test_a_drawn_test_declared_by_its_own_name_is_held_to_failing(pytester):
         ({"zzz": "why"}, "there are num-kv-heads, head-dim"),
         ({"bias": ""}, r"\['bias'\] is ''; the reason is due"),
         ({"bias": None}, r"\['bias'\] is None; the reason is due"),
+        ({3: "why"}, "names 3, which is no property"),
+        (["bias"], r"known_gaps is \['bias'\]; a dictionary of reasons"),
+        (None, "known_gaps is None; a dictionary of reasons"),
+        ("bias", "known_gaps is 'bias'; a dictionary of reasons"),
     ],
-    ids=["misspelt", "unknown", "empty", "none"],
+    ids=["misspelt", "unknown", "empty", "none", "number", "list", "nothing", "text"],
 )
 def test_a_gap_that_says_nothing_is_refused(gaps, text):
     with pytest.raises(TypeError, match=text):
@@ -104,12 +112,59 @@ def test_a_gap_that_says_nothing_is_refused(gaps, text):
 
 @pytest.mark.parametrize(
     ("attributes", "text"),
-    [({"rounding": "store"}, "at-the-store, after-the-norm"), ({"serves": ("theta",)}, "names 'theta'; axes are")],
-    ids=["rounding", "serves"],
+    [
+        ({"rounding": "store"}, "at-the-store, after-the-norm"),
+        ({"serves": ("theta",)}, "names 'theta'; axes are"),
+        ({"serves": "rope-theta"}, "serves is 'rope-theta'; a tuple of axes is due"),
+        ({"serves": None}, "serves is None; a tuple of axes is due"),
+        ({"build": None}, "build is None, which cannot be called"),
+        ({"build": "mine:Path"}, "build is 'mine:Path', which cannot be called"),
+        ({"refresh": 3}, "refresh is 3, which cannot be called"),
+        ({"build": subject_from_elsewhere}, r"build = staticmethod\(subject_from_elsewhere\) keeps self out"),
+    ],
+    ids=["rounding", "serves", "serves-text", "serves-none", "no-build", "text", "no-refresh", "function"],
 )
 def test_an_attribute_of_no_meaning_is_refused(attributes, text):
     with pytest.raises(TypeError, match=text):
         type("TestMine", (FusedKVContract,), attributes)
+
+
+IN_OTHER_FORMS = """
+import pytest
+from functools import partial
+from pytest_specdecode import FusedKV
+from pytest_specdecode.contracts import FusedKVContract
+
+
+class Mine(FusedKVContract):
+    known_gaps = {"v-exact": "said above"}
+
+    def build(self, *args):
+        return FusedKV(*args, backend=self.backend)
+
+
+class TestEach(Mine):
+    known_gaps = {}
+
+    @pytest.fixture(autouse=True, params=["eager", "auto"])
+    def _backend(self, request):
+        self.backend = request.param
+
+
+class TestBelow(Mine):
+    backend = "eager"
+
+
+class TestPartial(FusedKVContract):
+    build = partial(FusedKV, backend="eager")
+"""
+
+
+def test_a_subject_may_be_a_method_of_a_fixture_and_gaps_are_inherited(pytester):
+    pytester.makepyfile(IN_OTHER_FORMS)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "calls-drawn or v-exact or one-token", "-rfE")
+    result.assert_outcomes(passed=11, failed=1)
+    result.stdout.fnmatch_lines(["*known gap v-exact: said above*", "FAILED *::TestBelow::test_values[[]v-exact[]]*"])
 
 
 @pytest.mark.parametrize("contract", [FusedKVContract, DraftLayerContract, CheckpointReaderContract])

@@ -42,7 +42,7 @@ def fixed_cases(contract):
 
 
 class Published(FusedKVContract):
-    """Eight lives instead of thirty: one program per row and head is slow where it is interpreted."""
+    """Eight lives instead of fifty: one program per row and head is slow where it is interpreted."""
 
     @cases("rest", ["calls-drawn"])
     @examples(8)

@@ -89,6 +89,12 @@ def test_a_module_and_an_attribute(site) -> None:
             "module absent of 'absent:Path' cannot be imported: ModuleNotFoundError: No module named 'absent'",
         ),
         ("broken:Path", "module broken of 'broken:Path' cannot be imported: ZeroDivisionError: division by zero"),
+        ("exits:Path", "module exits of 'exits:Path' cannot be imported: SystemExit: 7"),
+        ("skips:Path", "module skips of 'skips:Path' cannot be imported: Skipped: not here"),
+        ("lazy:Path", "'lazy:Path': 'Path' cannot be had: RuntimeError: lazy Path"),
+        ("mine.py:Path", "No module named 'mine.py'; 'mine' is not a package; MODULE is a dotted name, not a file"),
+        ("absent:Path", "; is its directory on sys.path?"),
+        ("needs:Path", "No module named 'no_such_thing'"),
         ("..mine:Path", "module ..mine of '..mine:Path' cannot be imported"),
         ("mine:Pathe", "'mine:Pathe': mine has no attribute 'Pathe'; did you mean 'Path'?"),
         ("mine:Path.inner", "'mine:Path.inner': Path has no attribute 'inner'"),
@@ -98,9 +104,15 @@ def test_a_module_and_an_attribute(site) -> None:
 def test_one_clear_error_for_each_name_that_leads_nowhere(site, name: str, says: str) -> None:
     site("mine.py", "NUMBER = 3\nclass Path: ...\n")
     site("broken.py", "1 / 0\n")
+    site("exits.py", "raise SystemExit(7)\n")
+    site("skips.py", "import pytest\npytest.skip('not here', allow_module_level=True)\n")
+    site("lazy.py", "def __getattr__(name):\n    raise RuntimeError(f'lazy {name}')\n")
+    site("needs.py", "import no_such_thing\n")
     with pytest.raises(DraftError) as caught:
         fused_kv_class(name)
     assert says in str(caught.value)
+    # Only where it is the module itself that was not found.
+    assert ("sys.path" in str(caught.value)) is name.startswith("absent")
 
 
 # --- files --------------------------------------------------------------------------------------------------------------------------------

@@ -166,6 +166,20 @@ def test_only_python_files_are_written(run: Run) -> None:
     _refused(run("--draft-write-test=mine.txt"), "ends in .py")
 
 
+@pytest.mark.parametrize("name", ["conftest.py", "__init__.py"])
+def test_names_that_mean_something_to_pytest_are_refused(name: str, run: Run, pytester: pytest.Pytester) -> None:
+    _refused(run(f"--draft-write-test={name}"), "pytest has another use for a file of that name")
+    assert not (pytester.path / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("test mine.py", "'test mine.py'"), ("-x.py", "./-x.py"), ("test_it's.py", "'test_it'\"'\"'s.py'")],
+)
+def test_the_command_can_be_pasted_whatever_the_name(name: str, shown: str, run: Run) -> None:
+    run(f"--draft-write-test={name}").stdout.fnmatch_lines([f"  pytest --draft-model=* {shown}"])
+
+
 def test_one_draft_is_due(run: Run, eagle3: Path) -> None:
     _refused(run("--draft-write-test=test_mine.py", model=None), "--draft-model=DIR", "there is none")
     _refused(

@@ -160,6 +160,8 @@ class SlowChain(_Slow):
             self.head_weight = target.head
 
     def propose(self, tokens: Sequence[int], taps: Tensor, last: Tensor, count: int) -> list[int]:
+        if self.spec.family == "mtp" and len(self.layers) > 1:
+            return self.in_turn(tokens, last, count)
         eagle3 = self.spec.family.startswith("eagle3") or self.spec.family == "peagle"
         for row in range(self.rows, len(tokens) - 1):
             state = self.head.fuse(taps[row].flatten()) if eagle3 and self.head.fc is not None else last[row]
@@ -175,6 +177,15 @@ class SlowChain(_Slow):
                 state = self.head.recycled(out) if eagle3 else out
             out = self.step(embed, state, self.rows - 1 + place, caches)
             found.append(self.image(self.logits(out)))
+        return found
+
+    def in_turn(self, tokens: Sequence[int], last: Tensor, count: int) -> list[int]:
+        """A layer a token, each over the whole text anew: its row i reads row i of the layer before and one token further."""
+        rows, found, hidden = len(tokens) - 1, [], last
+        for depth, layer in zip(range(count), self.layers, strict=False):
+            known = torch.tensor([*tokens, *found])[depth + 1 : depth + 1 + rows]
+            hidden = layer.forward(self.embedding[known], hidden, torch.arange(rows), new_cache(layer.self_attn))
+            found.append(self.image(self.logits(hidden[-1])))
         return found
 
     def step(self, embed: Tensor, state: Tensor, position: int, caches: list[Any]) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from decoding import SlowBlock, SlowChain, Target, decode
 
 from pytest_specdecode import open_draft, testing
+from pytest_specdecode.errors import NoReferenceError
 from pytest_specdecode.families import FAMILIES
 from pytest_specdecode.replay import Trace
 from pytest_specdecode.replay.run import Replayer, replay
@@ -163,6 +164,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mtp_num_hidden_layers": 1,
         },
     ),
+    "mtp, three layers in turn": ("mtp", {"num_nextn_predict_layers": 3}),
+    "mtp, qwen, two layers in turn": (
+        "mtp",
+        {
+            **DENSE,
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            "num_nextn_predict_layers": ...,
+            "mtp_num_hidden_layers": 2,
+        },
+    ),
     "mtp, ernie": ("mtp", {**DENSE, "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe"}),
     "dflash": ("dflash", dflash()),
     "dflash, causal": ("dflash", dflash(is_causal=True)),
@@ -218,6 +230,20 @@ def pair(case: str, directory: Path) -> tuple[Path, Target, Any]:
     return path, target, SlowChain(path, target) if chain else SlowBlock(path, target)
 
 
+def test_layers_in_turn_draft_no_more_tokens_than_there_are(tmp_path: Path) -> None:
+    path, target, _ = pair("mtp, three layers in turn", tmp_path)
+    (tmp_path / "trace").mkdir()
+    target.record(tmp_path / "trace" / "hs_0.safetensors", target.continued([1], 40), prompt=1)
+    draft, weights = open_draft(path), TargetWeights(tmp_path / "target")
+    trace = Trace.open(tmp_path / "trace")
+    for count in (1, 2, 3):
+        assert replay(draft, trace, target=weights, draft_tokens=count).draft_tokens == count
+    with pytest.raises(
+        NoReferenceError, match=r"^3 prediction layers draft as many tokens in turn; give --draft-tokens=3 "
+    ):
+        replay(draft, trace, target=weights, draft_tokens=4)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_replay_is_the_served_decoding_round_by_round(case: str, tmp_path: Path) -> None:
     """Same starts, same proposals, same acceptance; and the decoded text is the target's plain greedy one."""
@@ -243,7 +269,11 @@ def test_a_replay_is_the_served_decoding_round_by_round(case: str, tmp_path: Pat
     drafter = replayer.model().read(recording)
     with torch.no_grad():
         starts = torch.tensor([start for start, *_ in known])
-        assert drafter.draft(starts, count).tolist() == [proposed for _, proposed, _ in known]
-        assert drafter.draft(starts[5:6], count).tolist() == [known[5][1]]
+        if case.endswith("in turn"):
+            with pytest.raises(NoReferenceError, match="behind tokens that are not kept is not computed"):
+                drafter.draft(starts, count)
+        else:
+            assert drafter.draft(starts, count).tolist() == [proposed for _, proposed, _ in known]
+            assert drafter.draft(starts[5:6], count).tolist() == [known[5][1]]
     # The case is worth something only where drafts are accepted now and then.
     assert sum(accepted > 0 for *_, accepted in known) >= 4

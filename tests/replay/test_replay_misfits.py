@@ -91,7 +91,7 @@ def test_a_targets_norm_of_another_width(tmp_path: Path) -> None:
 def test_a_target_with_fewer_ids_than_the_trace(tmp_path: Path) -> None:
     other = Target(3, 3, seed=1).write(tmp_path / "other")
     assert (
-        judged(tmp_path, other) == "embed_tokens.weight: other: embed_tokens.weight: has 3 rows, and none for the id 4"
+        judged(tmp_path, other) == "other: embed_tokens.weight: embed_tokens.weight: has 3 rows, and none for the id 4"
     )
 
 
@@ -109,11 +109,11 @@ def test_a_mask_token_that_the_embedding_has_no_row_for(tmp_path: Path) -> None:
     own.record(tmp_path / "trace" / "hs_0.safetensors", own.continued([1], LENGTH), prompt=1)
     report = api.check_draft(path, tmp_path / "target", checks="acceptance", trace=tmp_path / "trace")
     for result in report:
-        assert result.message == "target: embed_tokens.weight: has 5 rows, and none for the id 77"
+        assert result.message == "embed_tokens.weight: has 5 rows, and none for the id 77"
 
 
 def test_many_files_are_held_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many recordings there are, one is alive at a time beside the one that it takes the place of, and none waits for a collector."""
+    """One is alive at a time beside the one that it takes the place of, however many there are, and none waits for a collector."""
     import weakref
 
     from pytest_specdecode.replay.traces import Recording, Trace
