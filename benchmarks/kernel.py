@@ -6,7 +6,7 @@ the same process, for the ratio. Whole calls of `FusedKV` follow, projection and
 the strategies draw. Times are CPU time of one thread, so that a busy machine does not count. Run it from the repository's root:
 
     python benchmarks/kernel.py [--seconds 3]
-    python benchmarks/kernel.py --traffic [--sglang .../kernels/ops/speculative/fused_kv_materialize.py]
+    python benchmarks/kernel.py --traffic
 
 With `--traffic` it prints bytes instead: loaded and stored per row of K and V, as asked for lane by lane and as unique elements, counted by
 the guard while the tile of a GPU is interpreted, beside SGLang's kernel where its file is given.
@@ -18,7 +18,6 @@ import argparse
 import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -40,12 +39,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=3.0, help="time spent on each line of the table")
     parser.add_argument("--traffic", action="store_true", help="print bytes per row instead of times")
-    parser.add_argument("--sglang", type=Path, help="SGLang's fused_kv_materialize.py, for --traffic")
     options = parser.parse_args()
     seconds = options.seconds
     torch.set_num_threads(1)
     if options.traffic:
-        print_traffic(options.sglang)
+        print_traffic()
         return
     print(f"triton {triton.__version__}, torch {torch.__version__}, Python {platform.python_version()}, one thread")
     print(
@@ -180,7 +178,7 @@ def stack(
     )
 
 
-def print_traffic(sglang: Path | None) -> None:
+def print_traffic() -> None:
     """Bytes per row by the guard, bf16, 64 tokens, for the tiles of a GPU."""
     print(
         "| kernel, bf16, 128 lanes | KV heads | loaded, asked for | loaded, unique | stored |\n| --- | --- | --- | --- | --- |"
@@ -192,13 +190,15 @@ def print_traffic(sglang: Path | None) -> None:
         with mock.patch.object(kernel, "tile_of", lambda *_, tile=tile: tile), guarded() as guard:
             path.compute(ctx, positions)
         print_bytes("fused_norm_rope", heads, guard.launches, layers * tokens * heads)
-    if sglang is None:
-        return
     from errors import sglang_helper
+
+    if (helper_class := sglang_helper()) is None:
+        print("SGLang is not installed")
+        return
 
     for heads in (4, 8):
         layers, _, ctx, positions = stack(torch.bfloat16, (8, heads, 2), HEAD_DIM)
-        helper = sglang_helper(sglang)(layers, layers[0].self_attn.rotary_emb, heads, HEAD_DIM, torch.device("cpu"))
+        helper = helper_class(layers, layers[0].self_attn.rotary_emb, heads, HEAD_DIM, torch.device("cpu"))
         with interpreted(), guarded() as guard:
             helper.materialize(ctx, positions, lambda *_: None)
         print_bytes("SGLang's fused_kv_materialize", heads, guard.launches, 2 * 8 * heads)

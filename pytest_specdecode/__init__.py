@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pytest_specdecode.api import check_draft, open_draft
+    from pytest_specdecode.api import RejectedDraftError, check_draft, gate, open_draft
     from pytest_specdecode.errors import DraftError
     from pytest_specdecode.findings import Finding
     from pytest_specdecode.fused_kv import AXES, FusedKV, fused_kv_reference
@@ -23,9 +23,11 @@ __all__ = [
     "DraftError",
     "Finding",
     "FusedKV",
+    "RejectedDraftError",
     "Report",
     "check_draft",
     "fused_kv_reference",
+    "gate",
     "open_draft",
 ]
 
@@ -34,9 +36,11 @@ _HOME = {
     "DraftError": "pytest_specdecode.errors",
     "Finding": "pytest_specdecode.findings",
     "FusedKV": "pytest_specdecode.fused_kv",
+    "RejectedDraftError": "pytest_specdecode.api",
     "Report": "pytest_specdecode.report",
     "check_draft": "pytest_specdecode.api",
     "fused_kv_reference": "pytest_specdecode.fused_kv",
+    "gate": "pytest_specdecode.api",
     "open_draft": "pytest_specdecode.api",
 }
 

@@ -12,12 +12,12 @@ from pytest_specdecode import families
 from pytest_specdecode.checkpoint import CONFIG_NAME, Checkpoint
 from pytest_specdecode.checks.subject import OURS, Subject, subject_of
 from pytest_specdecode.engines import ServeOptions
-from pytest_specdecode.errors import DraftError, UnknownFamilyError
+from pytest_specdecode.errors import DraftError, UnknownFamilyError, printable
 from pytest_specdecode.families import Draft
 from pytest_specdecode.findings import CheckResult
 from pytest_specdecode.replay import baseline as baselines
 from pytest_specdecode.replay.traces import Trace
-from pytest_specdecode.report import CheckText, DraftReport, Report
+from pytest_specdecode.report import CheckText, DraftReport, Report, finding_lines
 from pytest_specdecode.target import Target
 
 if TYPE_CHECKING:
@@ -115,6 +115,57 @@ def check_draft(
     )
     results = [run_check(item, context) for item in selected]
     return Report(drafts=(draft_report(path, context, results),), about=about(results))
+
+
+class RejectedDraftError(DraftError):
+    """A draft failed checks, which the text lists.
+
+    Attributes:
+        report: the results of every check.
+    """
+
+    def __init__(self, path: Path, report: Report) -> None:
+        self.report = report
+        failed = [result for result in report if result.status == "failed"]
+        self._lines = [
+            line for item in failed for finding in item.findings or () for line in finding_lines(item.id, finding)
+        ]
+        # A check that broke has a message and no finding.
+        self._lines += [f"  error {item.id}: {printable(item.message)}" for item in failed if not item.findings]
+        super().__init__(f"{len(failed)} of {len(list(report))} checks failed", path=os.fspath(path))
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *self._lines])
+
+
+def gate(
+    path: Path,
+    target: Path | None = None,
+    engines: Sequence[str] | None = None,
+    checks: Iterable[str] | str | None = None,
+    skip: Iterable[str] | str | None = None,
+    *,
+    serve: str | ServeOptions | None = None,
+    device: str = "cpu",
+) -> Report:
+    """Let the checkpoint in `path` pass, or raise one error: for the line after `save_pretrained` in an export script.
+
+    Warnings and inconclusive checks let it pass. Of several ranks, only the one that saves calls this.
+
+    Args:
+        path, target, engines, checks, skip, serve, device: as for `check_draft`.
+
+    Returns:
+        The report, to be written or searched for warnings.
+
+    Raises:
+        RejectedDraftError: a check failed. It holds the report, and its text every finding with what each engine does.
+        DraftError: otherwise as `check_draft`.
+    """
+    report = check_draft(path, target, engines, checks, skip, serve=serve, device=device)
+    if not report.ok:
+        raise RejectedDraftError(path, report)
+    return report
 
 
 def replay(

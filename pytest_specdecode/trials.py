@@ -35,6 +35,10 @@ class StoppedError(Exception):
     """An implementation raised what ends a process or a test, such as SystemExit; says what it was."""
 
 
+class HandedOverError(Exception):
+    """What an implementation handed over is nothing that a cache could take; says what it was."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """What came of one try.
@@ -295,9 +299,16 @@ class Served:
             self.subject.materialize(ctx_hidden, positions, write_layer_kv)
 
     def compute(self, ctx_hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As `materialize`, but returned: K and V, each `[L, T, num_kv_heads, head_dim]`."""
-        seen: dict[int, tuple[Tensor, Tensor]] = {}
-        self.materialize(ctx_hidden, positions, lambda at, k, v: seen.__setitem__(at, (k.clone(), v.clone())))
+        """As `materialize`, but returned: K and V, each `[L, T, num_kv_heads, head_dim]`.
+
+        Raises:
+            HandedOverError: what was handed over is no K and V of the layers.
+        """
+        received = Received(self.device)
+        self.materialize(ctx_hidden, positions, received)
+        if faults := received.faults(self.num_layers):
+            raise HandedOverError("; ".join(faults[:3]))
+        seen = received.kv
         if not seen:
             empty = torch.empty(self.num_layers, 0, self.num_kv_heads, self.head_dim, dtype=self.dtype)
             return empty.to(self.device), empty.to(self.device)

@@ -166,7 +166,18 @@ def test_the_target_s_own_directory_is_no_draft(tmp_path: Path) -> None:
 
 # --- the package root ------------------------------------------------------------------------------------------------------
 
-PUBLIC = ["AXES", "DraftError", "Finding", "FusedKV", "Report", "check_draft", "fused_kv_reference", "open_draft"]
+PUBLIC = [
+    "AXES",
+    "DraftError",
+    "Finding",
+    "FusedKV",
+    "RejectedDraftError",
+    "Report",
+    "check_draft",
+    "fused_kv_reference",
+    "gate",
+    "open_draft",
+]
 
 
 def test_the_root_exports_its_names_when_asked() -> None:

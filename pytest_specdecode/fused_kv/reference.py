@@ -184,7 +184,10 @@ def _norm(k: Tensor, norm: Any, name: str) -> Tensor:
         weight = 1.0 + weight
     exact = k.to(wide)
     mean_square = exact.square().mean(dim=-1, keepdim=True)
-    return (exact / torch.sqrt(mean_square + eps) * weight).to(k.dtype)
+    if wide == torch.float64:
+        return exact / torch.sqrt(mean_square + eps) * weight
+    # The baseline rounds as eager layers do, which multiply by the inverse root (transformers' and SGLang's RMSNorm).
+    return (exact * torch.rsqrt(mean_square + eps) * weight).to(k.dtype)
 
 
 def _rotate(k: Tensor, rows: Tensor, is_neox_style: bool) -> Tensor:

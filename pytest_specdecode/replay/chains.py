@@ -258,7 +258,7 @@ class InTurnDrafter(Drafter):
         self.outs: list[Tensor] = []
         hidden, tokens = model.states(recording), recording.tokens
         for index, layer in enumerate(model.layers):
-            embeds, context = model.weights.embed(tokens[1 : len(tokens) - index]), ContextKV()
+            embeds, context = model.weights.embed(tokens[index + 1 :]), ContextKV()
             at = torch.arange(len(embeds), device=hidden.device)
             parts = [layer.forward(embeds[rows], hidden[rows], rows, context) for rows in torch.split(at, _ROWS)]
             hidden = model.recycled(torch.cat(parts)) if parts else hidden[:0]

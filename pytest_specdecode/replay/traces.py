@@ -5,8 +5,8 @@ tokens and K taps of width Ht:
 
     speculators, vLLM    `hs_<i>.safetensors`: token_ids [T], hidden_states [T, K + 1, Ht]: the taps in order, then the state behind the
                          target's last layer, *before* its final norm; or [T, K, Ht] without that one
-    SpecForge            `<name>.ckpt`, a dictionary that torch saved: input_ids [T], aux_hidden_state [1, T, K * Ht] (hidden_states for
-                         DFlash) and hidden_state [1, T, Ht], the state *after* the final norm
+    SpecForge            `rows_<a>-<b>/data_<i>.ckpt`, a dictionary that torch saved: input_ids [T], aux_hidden_state [1, T, K * Ht]
+                         (hidden_states for DFlash) and hidden_state [1, T, Ht], the state *after* the final norm
 
 Either may hold loss_mask [T], above zero where the token is the target's own. A safetensors file may say more in its metadata:
 `prompt_length`, the tokens before the target's first; `layer_ids`, a JSON list of what each state but the last is, counted as the state
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PICKLES = (".ckpt", ".pt")
+_GROUP = r"(?:dp_\d+_)?rows_\d+-\d+"
 #: What each part goes by, in the order in which it is looked for.
 _TOKENS = ("token_ids", "input_ids")
 _TAPS = ("aux_hidden_state", "hidden_states")
@@ -105,7 +106,7 @@ class Trace:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Trace:
-        """The recordings in the directory `path`, or in its `hidden_states`, or the one file `path`.
+        """The recordings in the directory `path`, or in its `hidden_states`, grouped by rows or not; or the one file `path`.
 
         Raises:
             TraceError: there are none.
@@ -115,9 +116,13 @@ class Trace:
             return cls(place, (place,))
         if not place.is_dir():
             raise TraceError("is no file and no directory; give the directory with the recorded traces", path=place)
-        files = _recordings(place) or _recordings(place / "hidden_states")
+        nested = place / "hidden_states"
+        files = _recordings(place) or _recordings(nested)
         if not files:
-            packed = next(place.glob("*.gz"), None) or next(place.glob("*.zst"), None)
+            looked = [inner for outer in (place, nested) for inner in (outer, *_groups(outer))]
+            packed = next(
+                (file for inner in looked for ending in ("gz", "zst") for file in inner.glob(f"*.{ending}")), None
+            )
             hint = f"; {packed.name} is compressed, unpack it first" if packed is not None else ""
             raise TraceError(f"holds no hs_<i>.safetensors and no .ckpt{hint}", path=place)
         return cls(place, tuple(files))
@@ -139,13 +144,23 @@ def boundaries(taps: TapsSpec) -> tuple[int, ...] | None:
     return tuple(id + 1 for id in taps.ids) if taps.convention == "output" else taps.ids
 
 
+def _groups(directory: Path) -> list[Path]:
+    """The directories in `directory` that SpecForge puts so many rows in each."""
+    if not directory.is_dir():
+        return []
+    return [path for path in directory.iterdir() if path.is_dir() and re.fullmatch(_GROUP, path.name)]
+
+
 def _recordings(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if path.is_file() and not path.name.startswith(".")]
+    places = [directory, *_groups(directory)]
+    found = [path for place in places for path in place.iterdir() if path.is_file() and not path.name.startswith(".")]
     named = [path for path in found if re.fullmatch(r"hs_\d+\.safetensors", path.name)]
     chosen = named or [path for path in found if path.suffix in (".safetensors", *_PICKLES)]
-    return sorted(chosen, key=lambda path: ([int(part) for part in re.findall(r"\d+", path.stem)][-1:], path.name))
+    return sorted(
+        chosen, key=lambda path: ([int(part) for part in re.findall(r"\d+", path.stem)][-1:], path.name, str(path))
+    )
 
 
 def _load(file: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from pytest_specdecode import api, open_draft, testing
 from pytest_specdecode.families import Draft
-from pytest_specdecode.replay import Trace
+from pytest_specdecode.replay import Trace, readings
 from pytest_specdecode.replay.probe import ALPHA, ProbeResult, holm, mcnemar, probe, settled_by
 from pytest_specdecode.replay.readings import CONVENTIONS, OtherReading, other_readings
 from pytest_specdecode.replay.run import Replayer, operations
@@ -293,6 +293,22 @@ def test_what_an_engine_takes_is_a_reading_too(place: Path, tmp_path: Path) -> N
     names = [item.name for item in other_readings(draft, None, values)]
     assert {"theta 123", "value scale 0.5", "mask token 7", "taps [1, 2, 3]", "window 8 in some layers"} <= set(names)
     assert not any("many" in name or "True" in name or "[2, 10]" in name for name in names)
+
+
+def test_an_engine_that_leaves_the_norm_per_head_out_is_said_to(tmp_path: Path) -> None:
+    """SGLang builds an EAGLE3 layer as Llama's, whatever norms the file holds; vLLM builds Qwen3's."""
+
+    def norms(tensors: Tensors) -> None:
+        for name in ("q_norm", "k_norm"):
+            tensors[f"layers.0.self_attn.{name}.weight"] = torch.ones(16)
+
+    stated: dict[str, Any] = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+    draft = open_draft(testing.write_tiny(tmp_path / "draft", "eagle3", edit=norms, head_dim=16, **stated))
+    assert draft.spec is not None
+    taken = readings.taken(draft, None, ("sglang", "vllm"))
+    names = {name: readings.engine_reading(draft.spec, settings).names for name, settings in taken.items()}
+    assert "qk_norm off" in names["sglang"]
+    assert "qk_norm off" not in names["vllm"]
 
 
 def check(draft: Path, place: Path, trace: Path, **options: Any) -> Any:

@@ -111,6 +111,22 @@ def test_files_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     assert [file.name for file in Trace.open(nested).files] == ["hs_9.safetensors"]
 
 
+@pytest.mark.parametrize("inside", [".", "hidden_states"])
+def test_specforge_groups_its_files_by_rows(inside: str, tmp_path: Path) -> None:
+    """Five thousand a directory; what lies beside them is not theirs."""
+    for group, name in (("rows_5000-10000", "data_5000"), ("rows_0-5000", "data_10"), ("rows_0-5000", "data_9")):
+        place = tmp_path / inside / group
+        place.mkdir(parents=True, exist_ok=True)
+        torch.save({}, place / f"{name}.ckpt")
+    (tmp_path / inside / "epoch_0").mkdir()
+    torch.save({}, tmp_path / inside / "epoch_0" / "training_state.pt")
+    assert [file.name for file in Trace.open(tmp_path).files] == ["data_9.ckpt", "data_10.ckpt", "data_5000.ckpt"]
+    for file in Trace.open(tmp_path).files:
+        file.rename(file.with_suffix(".ckpt.gz"))
+    with pytest.raises(TraceError, match=r"data_\d+\.ckpt\.gz is compressed, unpack it first$"):
+        Trace.open(tmp_path)
+
+
 BROKEN: dict[str, tuple[Callable[[Parts], None], str]] = {
     "no tokens": (
         lambda given: given.pop("token_ids"),
