@@ -6,6 +6,7 @@ Names, values and messages come from files that somebody else wrote: they may ho
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 MESSAGE_LIMIT = 2000
 VALUE_LIMIT = 160
 
+_ACCEPTANCE = "acceptance.length"
 #: Checks whose figures are there for a picture.
 _DRAWN = ("fused-kv.matches-reference", "weights.finite", "target.rope")
 
@@ -50,6 +52,35 @@ def draft_lines(draft: DraftReport) -> Iterator[str]:
             yield f"  inconclusive {result.id}: {message(result.message)}"
         elif is_measurement(result):
             yield f"  {result.id}: {message(result.message)}"
+        if result.id == _ACCEPTANCE and result.figures:
+            yield from acceptance_lines(result.figures)
+
+
+def acceptance_lines(
+    figures: Mapping[str, Any], indent: str = "    ", width: int = 80, limit: int = 12
+) -> Iterator[str]:
+    """Rates by drafted token with their intervals, then the accepted length of each recording; `figures` as `acceptance.length` has them.
+
+    Of more recordings than `limit`, the lowest are shown.
+    """
+    rates = [f"{at['rate']:.2f} ({at['low']:.2f} to {at['high']:.2f})" for at in figures["served"]["positions"]]
+    yield from textwrap.wrap(
+        f"by position {', '.join(rates)}",
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+    files = [file for file in figures["files"] if file["served"]["rounds"]]
+    if len(files) < 2:
+        return
+    chosen = sorted(files, key=lambda file: file["served"]["accepted_length"])[:limit] if len(files) > limit else files
+    for file in chosen:
+        served = file["served"]
+        span = f"({served['accepted_length_low']:.2f} to {served['accepted_length_high']:.2f})"
+        yield f"{indent}{shown(file['file'], 40)}: {served['accepted_length']:.2f} {span} over {served['rounds']} rounds"
+    if len(files) > limit:
+        yield f"{indent}and {len(files) - limit} files that were accepted further"
 
 
 def is_measurement(result: CheckResult) -> bool:
