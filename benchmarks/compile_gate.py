@@ -80,6 +80,11 @@ class Shape:
         return 4 * self.head_dim + 4 * self.rotary_dim / self.heads + 4 * self.head_dim / (8 * self.heads)
 
     @property
+    def kv_loads(self) -> int:
+        """Loads of 128 bits by which the threads of a program bring its rows of K and V, bf16, each element once."""
+        return 4 * self.head_dim * self.rows // (16 * 32 * self.tile.warps)
+
+    @property
     def due_store_bytes(self) -> int:
         return (2 if self.into.endswith("fp8") else 4) * self.head_dim
 
@@ -162,7 +167,7 @@ def measured(shape: Shape, target: str) -> dict[str, Any]:
     """The numbers of one compiled kernel, as the budget keeps them."""
     code = code_of(compiled(shape, target), rows=shape.rows, warps=shape.tile.warps)
     numbers = asdict(code)
-    for name in ("loads", "stores"):
+    for name in ("loads", "stores", "kv_loads"):
         numbers[name] = {str(width): count for width, count in numbers[name].items()}
     return numbers
 
@@ -202,7 +207,11 @@ def beyond_limits(shape: Shape, target: str, numbers: Mapping[str, Any]) -> Iter
         yield f"{where}: load_bytes {numbers['load_bytes']:g}, at most {LIMIT_OVER_FLOOR} x {shape.floor:g}"
     if set(numbers["stores"]) != {"16"}:
         yield f"{where}: stores {numbers['stores']}, due 128 bits each"
-    # The rest of the wide loads is the rope table's, which may be narrower.
+    # A budget written by an older gate has no loads of K and V apart.
+    ours = numbers.get("kv_loads")
+    if ours is not None and (due := {"16": shape.kv_loads}) != ours:
+        yield f"{where}: kv_loads {ours}, due {due}: K and V once, 128 bits each"
+    # The same in the machine code, where the rest of the wide loads is the rope table's.
     wide = 16 * numbers["loads"].get("16", 0) * 32 * shape.tile.warps / shape.rows
     if wide < 4 * shape.head_dim:
         yield f"{where}: 128-bit loads bring {wide:g} bytes a row, due at least {4 * shape.head_dim} for K and V"

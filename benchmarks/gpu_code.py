@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class Code:
         spills: bytes of stack on NVIDIA, spilled registers on AMD.
         load_bytes, store_bytes: of global memory, issued per row.
         loads, stores: instructions by width in bytes.
+        kv_loads: those of the loads whose address begins at the kernel's first argument, by PTX; on AMD not counted.
         fused_multiply_adds: FFMA and its kin; on AMD not counted.
         instructions: in all; on AMD not counted.
     """
@@ -79,6 +80,7 @@ class Code:
     stores: dict[int, int]
     fused_multiply_adds: int
     instructions: int
+    kv_loads: dict[int, int] = field(default_factory=dict)
 
 
 def code_of(compiled: Any, *, rows: int, warps: int) -> Code:
@@ -98,7 +100,40 @@ def code_of(compiled: Any, *, rows: int, warps: int) -> Code:
         stores=dict(sorted(stores.items())),
         fused_multiply_adds=len(re.findall(r"\bFFMA\b", code)),
         instructions=len(re.findall(r"/\*[0-9a-f]{4}\*/", code)),
+        kv_loads=loads_from(compiled.asm["ptx"], 0),
     )
+
+
+def loads_from(ptx: str, parameter: int) -> dict[int, int]:
+    """Load instructions by width in bytes whose address was computed from a kernel's parameter, followed from register to register."""
+    begun: dict[str, set[int]] = {}
+    found: Counter[int] = Counter()
+    for statement in re.sub(r"//[^\n]*", "", ptx).split(";"):
+        match = _STATEMENT.search(statement)
+        if match is None:
+            continue
+        opcode, due, rest = match["opcode"], re.findall(r"%\w+", match["into"]), match["rest"]
+        origins = set().union(*(begun.get(register, set()) for register in re.findall(r"%\w+", rest)))
+        if opcode.startswith("ld.param"):
+            origins = {int(number) for number in re.findall(r"_param_(\d+)\b", rest)}
+        elif opcode.startswith("ld."):
+            if opcode.startswith("ld.global") and parameter in origins:
+                found[_ptx_width(opcode)] += 1
+            origins = set()  # what was loaded is no address of where it was loaded from
+        begun.update(dict.fromkeys(due, origins))
+    return dict(sorted(found.items()))
+
+
+#: One instruction of PTX: its name, the register or registers it writes, and everything else.
+_STATEMENT = re.compile(
+    r"(?P<opcode>[a-z][\w.]*(?:::\w+)*[\w.:]*)\s+(?P<into>\{[^}]*\}|%\w+)\s*,(?P<rest>.*)", re.DOTALL
+)
+
+
+def _ptx_width(opcode: str) -> int:
+    lanes, bits = re.search(r"\.v(\d)\b", opcode), re.search(r"\.[bufs](\d+)$", opcode)
+    assert bits is not None, opcode
+    return (int(lanes[1]) if lanes else 1) * int(bits[1]) // 8
 
 
 def disassembled(compiled: Any) -> tuple[str, str]:

@@ -2,8 +2,9 @@
 
 One example is 17 tokens x 4 heads x 5 layers x head_dim 128: one interpreted launch on poisoned outputs, bounds, races and unwritten
 elements checked. The same inputs then go through the kernel one token per program, as a kernel written for a GPU's grid would be run, in
-the same process, for the ratio. Whole calls of `FusedKV` follow, projection and checks included, at that shape and at one of the size that
-the strategies draw. Times are CPU time of one thread, so that a busy machine does not count. Run it from the repository's root:
+the same process, for the ratio. Whole calls of `FusedKV` follow, projection and checks included, at that shape, at one of the size that
+the strategies draw, and into paged caches; and last, on whatever `kernel_inputs` draws by default. Times are CPU time of one thread, so
+that a busy machine does not count. Run it from the repository's root:
 
     python benchmarks/kernel.py [--seconds 3]
     python benchmarks/kernel.py --traffic
@@ -24,12 +25,14 @@ from unittest import mock
 
 import torch
 import triton
+from hypothesis import HealthCheck, given, settings
 
 from pytest_specdecode.fused_kv import FusedKV, fused_kv_reference, fused_norm_rope, kernel
 from pytest_specdecode.fused_kv.tiles import tile_of
 from pytest_specdecode.launch import interpreted
 from pytest_specdecode.memory import guarded, poison_
 from pytest_specdecode.numerics import assert_close
+from pytest_specdecode.strategies import kernel_inputs
 
 TOKENS, HEADS, LAYERS, HEAD_DIM = 17, 4, 5, 128
 
@@ -62,11 +65,13 @@ def main() -> None:
             whole_call(dtype, (4, 2, 2), 64),
             seconds,
         )
+        row(f"{name}, guarded, whole FusedKV call into caches", whole_call(dtype, into=True), seconds)
     row("float32, guarded, compared with the float64 truth", compared_example(), seconds)
     row("float32, guarded, 1 token x 1 head x 1 layer", example(torch.float32, guard=True, shape=(1, 1, 1)), seconds)
     fast = row("float32, guarded, again", example(torch.float32, guard=True), seconds)
     naive = row("float32, guarded, one token per program", example(torch.float32, guard=True, block_rows=1), seconds)
     print(f"\none token per program takes {naive / fast:.0f} times as long")
+    print_drawn()
 
 
 def row(what: str, run: Callable[[], object], seconds: float) -> float:
@@ -121,16 +126,54 @@ def example(
 
 
 def whole_call(
-    dtype: torch.dtype, shape: tuple[int, int, int] = (TOKENS, HEADS, LAYERS), head_dim: int = HEAD_DIM
+    dtype: torch.dtype,
+    shape: tuple[int, int, int] = (TOKENS, HEADS, LAYERS),
+    head_dim: int = HEAD_DIM,
+    *,
+    into: bool = False,
 ) -> Callable[[], object]:
-    """A function that makes one guarded call of FusedKV on layers with a projection."""
+    """A function that makes one guarded call of FusedKV on layers with a projection; with `into` it writes caches of 16 slots a block."""
     _, path, ctx, positions = stack(dtype, shape, head_dim)
+    tokens, heads, layers = shape
+    blocks = -(-tokens // 16) + 1
+    k_caches, v_caches = ([torch.zeros(blocks, 16, heads, head_dim, dtype=dtype) for _ in range(layers)] for _ in "kv")
+    slots = torch.randperm(16 * blocks)[:tokens]
 
     def run() -> object:
         with guarded(filled=("k_out", "v_out")):
             return path.compute(ctx, positions)
 
-    return run
+    def run_into() -> object:
+        with guarded():
+            return path.materialize_into(ctx, positions, slots, k_caches, v_caches)
+
+    return run_into if into else run
+
+
+def print_drawn(count: int = 100, due: float = 150.0) -> None:
+    """How often a second whole calls are made on inputs as the strategies draw them."""
+    rates: list[float] = []
+
+    @settings(
+        max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(kernel_inputs(min_tokens=1))
+    def each(inputs: Any) -> None:
+        path, taken = inputs.stack.build(FusedKV), []
+        ctx, positions = inputs.ctx_hidden, inputs.positions
+        for _ in range(4):
+            started = time.process_time()
+            with guarded(filled=("k_out", "v_out")):
+                path.compute(ctx, positions)
+            taken.append(time.process_time() - started)
+        rates.append(1 / sorted(taken)[1])
+
+    each()
+    rates.sort()
+    print(
+        f"{len(rates)} inputs as `kernel_inputs` draws them, guarded, whole calls: median {rates[len(rates) // 2]:.0f}/s, slowest "
+        f"{rates[0]:.0f}/s, {sum(rate < due for rate in rates) / len(rates):.0%} below {due:.0f}/s"
+    )
 
 
 def compared_example() -> Callable[[], object]:

@@ -4,6 +4,7 @@ Triton decides between the two by an environment variable that is read while ker
 them. Here the tensors decide, launch by launch, and the same process may do both. An interpreted launch also
 
 - rounds to bfloat16 as the hardware and torch do (Triton's interpreter truncates, and does bfloat16 arithmetic on the raw bits),
+- takes a scalar condition for a condition (Triton's splats it in the dtype of what was compared),
 - reports int32 overflow and failed `device_assert`s, which a compiled kernel passes over,
 - tells observers (`pytest_specdecode.memory`) of every load and store,
 - and runs under a lock, because Triton's interpreter patches its own language while it runs.
@@ -36,17 +37,18 @@ class LaunchObserver(Protocol):
     """What wants to see an interpreted launch from inside; see `observed`.
 
     Addresses are a flat uint64 NumPy array, one per active lane: lanes that a mask switches off touch nothing and are not told.
-    `origin` is the address of the tensor argument that the pointers were computed from, or None where that is not known (a pointer made
-    of an integer). An exception raised here ends the launch before the access happens.
+    `origin` is the address of the tensor that the pointers were computed from: an argument's, or, where pointers were loaded from memory,
+    whatever each began as. It is one number, or an array with one for each active lane. None where it is not known. An exception raised
+    here ends the launch before the access happens.
     """
 
     def begin(self, kernel: str, tensors: Mapping[str, Any]) -> None:
         """A launch of `kernel` starts; `tensors` maps argument names to CPU tensors."""
 
-    def load(self, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: int | None) -> None:
+    def load(self, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: Any) -> None:
         """`program` is about to read `itemsize` bytes at each address."""
 
-    def store(self, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: int | None) -> None:
+    def store(self, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: Any) -> None:
         """`program` is about to write `itemsize` bytes at each address."""
 
     def end(self, completed: bool) -> None:
@@ -344,7 +346,7 @@ def bf16_values(bits: Any) -> Any:
 
 @functools.cache
 def _repairs() -> dict[str, Callable[..., Any]]:
-    """Methods of the interpreter's builder that get bfloat16 right, and leave every other type to the original."""
+    """Methods of the interpreter's builder that get bfloat16 and conditions right, and leave everything else to the original."""
     import numpy as np
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
@@ -371,7 +373,9 @@ def _repairs() -> dict[str, Callable[..., Any]]:
 
     def binary(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if lhs.dtype.scalar != bf16 or rhs.dtype.scalar != bf16:
-            return binary_op(self, lhs, rhs, op)
+            result = binary_op(self, lhs, rhs, op)
+            # Triton keeps the operands' dtype, and a scalar condition is later splatted as that: as 1.0, or as 1, of which ~ is true.
+            return handle_of(result.data, tl.int1) if result.data.dtype == np.bool_ else result
         result = op(bf16_values(lhs.data), bf16_values(rhs.data))
         return handle_of(result, tl.int1) if result.dtype == np.bool_ else handle_of(bf16_bits(result), bf16)
 
@@ -394,6 +398,9 @@ _POINTER_METHODS = (
     "create_reshape",
     "create_trans",
 )
+
+#: Those of them that leave the shape as it is, or broadcast it.
+_IN_PLACE = ("create_addptr", "create_bitcast")
 
 #: From this many lanes on, NumPy gathers and scatters faster than the interpreter's loop over addresses (about five times at 32,768).
 _MANY_LANES = 64
@@ -446,7 +453,7 @@ class _Access:
     mask: Any
     everywhere: bool
     itemsize: int
-    origin: int | None
+    origin: Any
 
     @classmethod
     def of(cls, pointers: Any, mask: Any) -> _Access:
@@ -454,13 +461,15 @@ class _Access:
 
         # A descriptor's mask is a bare array, whose own `data` is something else.
         active = np.broadcast_to(mask if isinstance(mask, np.ndarray) else mask.data, pointers.data.shape)
+        # A scalar condition that Triton splats comes in the dtype of what was compared, and would be taken for indices.
+        active = active.astype(bool, copy=False)
         everywhere = bool(active.all())
         return cls(
             addresses=pointers.data.reshape(-1) if everywhere else pointers.data[active],
             mask=active,
             everywhere=everywhere,
             itemsize=max(1, pointers.get_element_ty().primitive_bitwidth // 8),
-            origin=_origin(pointers),
+            origin=_active_origin(pointers, active, everywhere),
         )
 
     def memory(self, dtype: Any) -> tuple[Any, Any] | None:
@@ -486,10 +495,11 @@ class _Access:
 
 def _origin_methods() -> dict[str, Callable[..., Any]]:
     """Pointer arithmetic that remembers which argument a pointer came from, so that an access can be held against its bounds."""
+    import numpy as np
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
 
-    original = interpreter.InterpreterBuilder
+    original, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
 
     def following(name: str) -> Callable[..., Any]:
         method = getattr(original, name)
@@ -497,7 +507,15 @@ def _origin_methods() -> dict[str, Callable[..., Any]]:
         def follow(self: Any, source: Any, *rest: Any, **named: Any) -> Any:
             result = method(self, source, *rest, **named)
             if isinstance(source.dtype, tl.pointer_type):
-                result.origin = _origin(source)
+                origin = _origin(source)
+                if isinstance(origin, np.ndarray):
+                    # Whatever is done to the shape of the pointers is done to what they began as.
+                    origin = (
+                        origin
+                        if name in _IN_PLACE
+                        else method(self, handle_of(origin, source.dtype), *rest, **named).data
+                    )
+                result.origin = origin
             return result
 
         return follow
@@ -516,9 +534,20 @@ def _origin_methods() -> dict[str, Callable[..., Any]]:
     return {**methods, "create_splat": follow_splat}
 
 
-def _origin(handle: Any) -> int | None:
-    """The address of the argument that a pointer handle comes from: remembered, or the handle itself where it is one address."""
-    origin: int | None = getattr(handle, "origin", None)
-    if origin is None and handle.data.size == 1:
-        origin = int(handle.data.reshape(-1)[0])
+def _origin(handle: Any) -> Any:
+    """The address of the tensor that a pointer handle comes from: remembered, or what the handle itself holds, one address or several."""
+    origin = getattr(handle, "origin", None)
+    if origin is None:
+        origin = int(handle.data.reshape(-1)[0]) if handle.data.size == 1 else handle.data
     return origin
+
+
+def _active_origin(pointers: Any, active: Any, everywhere: bool) -> Any:
+    """`_origin` of the active lanes: one number where they have one."""
+    import numpy as np
+
+    origin = _origin(pointers)
+    if not isinstance(origin, np.ndarray):
+        return origin
+    lanes = np.broadcast_to(origin, pointers.data.shape)
+    return lanes.reshape(-1) if everywhere else lanes[active]

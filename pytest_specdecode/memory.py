@@ -136,7 +136,7 @@ class MemoryGuard:
             if known is None or region.span > known.span:
                 self._by_base[region.base] = region
 
-    def load(self, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: int | None) -> None:
+    def load(self, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: Any) -> None:
         """See LaunchObserver."""
         self._counts["load"] += 1
         for region, elements in self._resolve("load", program, addresses, itemsize, origin):
@@ -156,7 +156,7 @@ class MemoryGuard:
                     f"{self._programs[int(owners[foreign][0]) >> _LANE_BITS]} of the same launch wrote; programs run in no order",
                 )
 
-    def store(self, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: int | None) -> None:
+    def store(self, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: Any) -> None:
         """See LaunchObserver."""
         self._counts["store"] += 1
         for region, elements in self._resolve("store", program, addresses, itemsize, origin):
@@ -200,12 +200,15 @@ class MemoryGuard:
         return len(self._programs) - 1
 
     def _resolve(
-        self, kind: str, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: int | None
+        self, kind: str, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: Any
     ) -> Iterator[tuple[_Region, Any]]:
         """The region or regions touched and the elements touched in each; raises where an active lane is in none."""
-        region = None if origin is None else self._by_base.get(origin)
         if addresses.size == 0:
             return
+        if hasattr(origin, "shape"):
+            yield from self._resolve_each(kind, program, addresses, itemsize, origin)
+            return
+        region = self._by_base.get(origin)
         if region is not None:
             offsets, inside = region.locate(addresses, itemsize)
             if inside is not None and not inside.all():
@@ -227,6 +230,21 @@ class MemoryGuard:
         nearest = min(self._regions.values(), key=lambda each: abs(each.base - int(pending[0])))
         offsets, inside = nearest.locate(pending, itemsize)
         raise self._out_of_bounds(kind, program, nearest, offsets, ~inside, itemsize)
+
+    def _resolve_each(
+        self, kind: str, program: tuple[int, int, int], addresses: Any, itemsize: int, origins: Any
+    ) -> Iterator[tuple[_Region, Any]]:
+        """The same where each lane has an origin of its own: pointers that were loaded from a table of addresses."""
+        import numpy as np
+
+        while addresses.size:
+            base = int(origins[0])
+            if base in self._by_base:
+                lanes, due = origins == base, base
+            else:
+                lanes, due = ~np.isin(origins, np.array(list(self._by_base), dtype=np.uint64)), None
+            yield from self._resolve(kind, program, addresses[lanes], itemsize, due)
+            addresses, origins = addresses[~lanes], origins[~lanes]
 
     def _out_of_bounds(
         self, kind: str, program: tuple[int, int, int], region: _Region, offsets: Any, outside: Any, itemsize: int

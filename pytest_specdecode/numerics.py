@@ -69,7 +69,7 @@ class NumericsError(AssertionError):
         kind: `shape`, `dtype`, `finiteness`, `max`, `mean`, `row` or `exact`.
         index: of the worst (or first) wrong element, or row, or None.
         axes: names of the axes of `index`.
-        got, due: the two values there.
+        got, due: the two values there; of a row, at its worst element.
         error, bound: the measured error and what it may be.
         eager_error: the baseline's error, same measure, or None.
         count: elements wrong (exact, finiteness) or beyond the bound (max).
@@ -101,6 +101,11 @@ class NumericsError(AssertionError):
         self.bound = bound
         self.eager_error = eager_error
         self.count = count
+
+    @property
+    def place(self) -> str:
+        """`layer=1 token=2 head=0 dim=5`, or empty where it is of no one element or row."""
+        return "" if self.index is None else _place(self.axes, self.index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +207,7 @@ def assert_close(
     )
 
     worst = _index(error.argmax(), error.shape)
-    place = f"worst at {_place(names, worst)}: got {_value(got, worst)}, due {_value(truth, worst)}"
+    place = f"worst at {_place(names, worst)}: got {_shown(got, worst)}, due {_shown(truth, worst)}"
     if measured.max_error > max_bound:
         beyond = int((error > max_bound).sum())
         raise NumericsError(
@@ -236,13 +241,18 @@ def assert_close(
     if measured.row_error > row_bound:
         row = _index(rows.argmax(), rows.shape)
         beyond = int((rows > row_bound).sum())
+        most = error[row] if got.ndim else error
+        element = (*row, *_index(most.argmax(), most.shape)) if got.ndim else ()
         raise NumericsError(
             f"{what}: {beyond} of {rows.numel()} rows are too far off, worst at {_place(names[: len(row)], row)}: relative L2 error "
-            f"{measured.row_error:.3g}, eager's at most {measured.eager_row:.3g}, bound {row_bound:.3g}",
+            f"{measured.row_error:.3g}, eager's at most {measured.eager_row:.3g}, bound {row_bound:.3g}; its worst element is at "
+            f"{_place(names, element)}: got {_shown(got, element)}, due {_shown(truth, element)}",
             what=what,
             kind="row",
             index=row,
             axes=names[: len(row)],
+            got=_value(got, element),
+            due=_value(truth, element),
             error=measured.row_error,
             bound=row_bound,
             eager_error=measured.eager_row,
@@ -373,3 +383,8 @@ def _place(names: Sequence[str], index: Sequence[int]) -> str:
 
 def _value(x: Tensor, index: tuple[int, ...]) -> Any:
     return x[index].item()
+
+
+def _shown(x: Tensor, index: tuple[int, ...]) -> str:
+    """A value in as many digits as float32 tells apart; where more of them count, the error is what to read."""
+    return f"{_value(x, index):.9g}"

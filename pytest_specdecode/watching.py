@@ -73,16 +73,18 @@ class _Bounds:
     def end(self, completed: bool) -> None:
         self._tensors = {}
 
-    def load(self, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: int | None) -> None:
+    def load(self, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: Any) -> None:
         self._check("load", program, addresses, itemsize, origin)
 
-    def store(self, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: int | None) -> None:
+    def store(self, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: Any) -> None:
         self._check("store", program, addresses, itemsize, origin)
 
-    def _check(
-        self, kind: str, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: int | None
-    ) -> None:
+    def _check(self, kind: str, program: tuple[int, int, int], addresses: Any, itemsize: int, origin: Any) -> None:
         if addresses.size == 0:
+            return
+        if hasattr(origin, "shape"):
+            for base in {tensor.data_ptr() for tensor in self._tensors.values()}:
+                self._check(kind, program, addresses[origin == base], itemsize, base)
             return
         for name, tensor in self._tensors.items():
             low = tensor.data_ptr()

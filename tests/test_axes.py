@@ -130,7 +130,7 @@ def test_the_documented_text_is_the_one_that_is_raised(axis):
 
 
 def test_the_documented_tests_run():
-    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    *_, block = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     quick = block.replace("deadline=None", "deadline=None, max_examples=20, derandomize=True")
     assert quick != block
     names = {}

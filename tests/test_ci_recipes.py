@@ -167,7 +167,7 @@ def test_the_hook_refuses_what_a_configuration_shows(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\ndraft_model = draft\n")
     done = shell(HOOK["entry"], tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "error rope.theta-stated: " in done.stdout
+    assert "rope_theta is not stated" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
-"""What the README says is what happens: its commands, their output, its tables and its Python.
+"""What the README and the pages say is what happens: their commands, their output, their tables and their Python.
 
-What goes wrong without this file: a README that shows an output nobody has seen for months.
+What goes wrong without this file: a document that shows an output nobody has seen for months; a command in it that no longer runs; a block
+that is not run and does not say why.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,8 +27,13 @@ def _tool(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up by name.
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+TOOL = _tool("readme")
 
 
 def test_quick_start_is_two_commands_of_one_line() -> None:
@@ -38,11 +45,61 @@ def test_quick_start_is_two_commands_of_one_line() -> None:
         assert "-c constraints.txt" in command
 
 
-def test_tables_and_outputs_are_current() -> None:
-    """Every `console` block is run again; durations may differ, nothing else."""
-    readme = _tool("readme")
-    assert "```console" in README
-    assert readme.same(readme.current(README), README), "run python tools/readme.py"
+@pytest.mark.parametrize("path", TOOL.documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_what_a_document_shows_is_what_happens(path: Path) -> None:
+    """Its tables are made and its commands run again, durations apart; its code runs, or says why it does not."""
+    assert TOOL.check(path) == []
+
+
+def test_the_documents_have_commands_in_them() -> None:
+    """Else the test above would hold for any."""
+    kinds = [block.kind for path in TOOL.documents() for block in TOOL.blocks(path.read_text(encoding="utf-8"))]
+    assert kinds.count("console") >= 9
+    assert kinds.count("python") >= 15
+    assert kinds.count("sh") >= 9
+
+
+def _fenced(kind: str, text: str, note: str = "") -> str:
+    return f"{note and f'<!-- {note} -->' + chr(10)}```{kind}\n{text}\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (_fenced("python", "1 / 0"), "ends with 1: ZeroDivisionError"),
+        (_fenced("python", "def test_it():\n    assert False"), "ends with 1: 1 failed"),
+        (_fenced("sh", "true\nfalse\ntrue"), "ends with 1"),
+        (_fenced("sh", "false", "not run"), "gives no reason"),
+        (_fenced("sh", "false", "not run: no"), "gives no reason"),
+        (_fenced("sh", "false", "run by: tests/nobody.py"), "no such file"),
+        (_fenced("sh", "of-no-test --at-all", "run by: tests/test_api.py"), "names neither"),
+        (_fenced("console", "of no command"), "starts with `$ `"),
+        (_fenced("text", "1", "output"), "no python block"),
+        ("    pytest --draft-model=DIR\n", "not in a block"),
+    ],
+)
+def test_what_is_wrong_in_a_document_is_said(text: str, says: str) -> None:
+    """A block that fails, one that is not run without a word, and one whose word is not so."""
+    made = TOOL.make("docs/drawn-up-for-this-test.md", text)
+    (fault,) = made.faults
+    assert says in fault
+    assert made.text == text or says == "starts with `$ `"
+
+
+def test_outputs_and_tables_are_made_anew() -> None:
+    """What stood there before is replaced, and nothing else."""
+    old = _fenced("console", "$ python -c 'print(6 * 7)'\n41") + _fenced("python", "print(1)\nprint(2)")
+    made = TOOL.make("docs/drawn-up-for-this-test.md", f"{old}\n{_fenced('text', 'old', 'output')}End.\n")
+    assert made.faults == ()
+    assert made.text == (f"{old.replace('41', '42')}\n{_fenced('text', '1' + chr(10) + '2', 'output')}End.\n")
+    assert TOOL.same("1 passed in 0.10s", "1 passed in 2.30s")
+    assert not TOOL.same("1 passed in 0.10s", "2 passed in 0.10s")
+
+
+def test_a_document_without_its_table_is_refused() -> None:
+    """So that a table does not vanish with its marker."""
+    with pytest.raises(ValueError, match=r"docs/fixtures\.md: 0 places for the table fixtures"):
+        TOOL.make("docs/fixtures.md", "# Fixtures\n")
 
 
 def test_the_page_of_checks_is_current() -> None:
@@ -55,15 +112,6 @@ def test_the_page_of_public_failures_is_current() -> None:
     """Made from the table that is run as a test."""
     page = _tool("failures_page")
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run python tools/failures_page.py"
-
-
-def test_the_script_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The block that imports from the package root, in the project's directory."""
-    monkeypatch.chdir(ROOT)
-    blocks = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    (script,) = [block for block in blocks if block.startswith("from pytest_specdecode import")]
-    exec(compile(script, "README.md", "exec"), {})
-    assert capsys.readouterr().out == "True passed\n"
 
 
 def test_the_family_in_contributing_is_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

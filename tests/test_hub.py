@@ -242,22 +242,23 @@ def test_what_is_not_there_is_said_in_one_line(server: Hub, resolve: Callable[..
     ]
 
 
-def test_a_gated_model_needs_its_token(server: Hub, resolve: Callable[..., list[str]]) -> None:
+def test_a_gated_model_needs_its_token(server: Hub, judge: Run, resolve: Callable[..., list[str]]) -> None:
     server.repos["org/draft"].is_gated = True
     refused = "HubError: the model org/draft is gated: ask for access on its page, and set HF_TOKEN"
     assert resolve("org/draft") == [refused]
     (place,) = resolve("org/draft", HF_TOKEN="hf_secret")
     assert Path(place, "config.json").exists()
+    assert judge("--draft-model=org/draft", CONFIG_ONLY, HF_TOKEN="hf_secret").returncode == 0
 
 
-def test_no_network_is_no_fault_of_the_draft(server: Hub, judge: Run, resolve: Callable[..., list[str]]) -> None:
+def test_no_network_is_no_fault_of_the_draft(server: Hub, judge: Run) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
     assert_refused(judge("--draft-model=org/draft", HF_ENDPOINT=nobody), "--draft-model=org/draft: ", nobody)
     # Headers came, values do not.
-    resolve("org/draft")
     assert judge("--draft-model=org/draft", CONFIG_ONLY).returncode == 0
+    assert judge("--draft-model=org/draft", CONFIG_ONLY, HF_ENDPOINT=nobody).returncode == 0
     server.is_cut = True
     done = judge("--draft-model=org/draft", VALUES)
     assert done.returncode == 0
@@ -349,6 +350,24 @@ def test_offline_reads_the_hubs_own_cache(server: Hub, judge: Run, environment: 
     done = judge("--draft-model=org/draft", VALUES, HF_HUB_OFFLINE="1")
     assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
     assert server.asked == []
+
+
+def test_offline_a_shard_that_was_never_fetched_is_no_fault_of_the_draft(
+    server: Hub, judge: Run, environment: dict[str, str], files: dict[str, Path], tmp_path: Path
+) -> None:
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    shutil.copy(files[GOOD] / "config.json", sharded)
+    index = {"weight_map": {"fc.weight": "model-00001-of-00001.safetensors"}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    server.repos["org/sharded"] = Repo(commits={GOOD: sharded}, refs={"main": GOOD})
+    code = (
+        "from huggingface_hub import hf_hub_download as get\n"
+        "for name in ('config.json', 'model.safetensors.index.json'): get('org/sharded', name)"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, timeout=60)
+    done = judge("--draft-model=org/sharded", CONFIG_ONLY, HF_HUB_OFFLINE="1")
+    assert_refused(done, "is in the cache without model-00001-of-00001.safetensors, and HF_HUB_OFFLINE")
 
 
 # --- the directory ---

@@ -2,7 +2,8 @@
 
 Failure modes this file exists to catch: bfloat16 truncated, or added as raw bits, by Triton's interpreter; a language left patched, so
 that nothing compiles any more; an int32 overflow or a failed device_assert that passes in silence; a NumPy gather that differs from the
-interpreter's own loop; two threads in one interpreter; a process without triton that cannot even import.
+interpreter's own loop; a scalar condition taken for indices; two threads in one interpreter; a process without triton that cannot even
+import.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pytest_specdecode.launch import (
     triton_available,
     triton_missing,
 )
+from pytest_specdecode.memory import guarded
 
 
 @triton.jit
@@ -242,6 +244,41 @@ def test_few_lanes_and_many_lanes_load_and_store_alike(count):
     target = torch.zeros(count)
     launch(gather_kernel, (1,), source, index, target, count, BLOCK=1024)
     assert torch.equal(target, torch.where(torch.arange(count) % 3 == 0, -1.0, source))
+
+
+@triton.jit
+def condition_kernel(source, scalar, target, count, BLOCK: tl.constexpr, HOW: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    condition = tl.load(scalar) > 3
+    if HOW == "alone":
+        mask = condition
+    elif HOW == "not":
+        mask = (lane < count) & ~(condition & (lane >= 0))
+    elif HOW == "not splatted":
+        mask = (lane < count) & ~tl.broadcast_to(condition, [BLOCK])
+    else:
+        mask = condition & (lane < count)
+    tl.store(target + lane, tl.load(source + lane, mask=mask, other=-1.0), mask=mask)
+
+
+@pytest.mark.parametrize("how", ["alone", "and", "not", "not splatted"])
+@pytest.mark.parametrize("block", [8, 128], ids=["few lanes", "many lanes"])
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float64], ids=str
+)
+def test_a_scalar_condition_is_a_mask(dtype, block, how):
+    source, count = torch.arange(block) + 1.0, block - 3
+    for number in (7, 1):
+        target = torch.zeros(block)
+        with guarded():
+            launch(
+                condition_kernel, (1,), source, torch.tensor([number]).to(dtype), target, count, BLOCK=block, HOW=how
+            )
+        holds = (number > 3) != how.startswith("not")
+        due = source * holds
+        if how != "alone":
+            due[count:] = 0.0
+        assert torch.equal(target, due), f"{number} > 3"
 
 
 # Observers.

@@ -139,6 +139,35 @@ def test_a_pointer_made_of_an_integer_is_held_against_all_arguments():
     assert fault.kind == "load"
 
 
+@triton.jit
+def scatter_by_address_kernel(addresses, target, count, offset, BLOCK: tl.constexpr):
+    row = tl.arange(0, BLOCK)[:, None]
+    base = tl.load(addresses + tl.arange(0, BLOCK)).to(tl.pointer_type(tl.float32))[:, None]
+    lane = tl.arange(0, 4)[None, :]
+    tl.store(base + (row * 0 + offset) + lane, 1.0 + row + lane * 0, mask=lane < count)
+    tl.store(
+        target, tl.sum(tl.sum(tl.load(tl.trans(base) + tl.arange(0, 4)[:, None], mask=tl.trans(lane < count)), 0), 0)
+    )
+
+
+def test_pointers_loaded_from_a_table_of_addresses_are_each_held_against_their_own_tensor():
+    # Both lie in one storage, the second behind the first, so that what runs over the first is somebody's address all the same.
+    whole = torch.zeros(8)
+    parts = {"first": whole[:4], "second": whole[4:]}
+    addresses = torch.tensor([part.data_ptr() for part in parts.values()])
+
+    def run(count, offset):
+        launch(scatter_by_address_kernel, (1,), addresses, torch.zeros(1), count, offset, BLOCK=2, reached=parts)
+
+    with guarded() as guard:
+        run(4, 0)
+    assert whole.tolist() == [1.0] * 4 + [2.0] * 4
+    assert [guard.launches[0].tensors[name].stored_bytes for name in parts] == [16, 16]
+    with guarded(), pytest.raises(KernelMemoryError, match=r"first\[4\]") as caught:
+        run(1, 4)
+    assert (caught.value.kind, caught.value.tensor, caught.value.element) == ("store", "first", 4)
+
+
 def test_an_empty_tensor_has_no_element():
     fault = refused(copy_kernel, (1,), torch.empty(0), torch.zeros(4), 4, 0, BLOCK=4)
     assert fault.tensor == "source"

@@ -69,6 +69,7 @@ def test_the_worst_element_is_named():
     assert fault.axes == ("layer", "token", "head", "dim")
     assert fault.count == 1
     assert fault.error == pytest.approx(0.5, rel=1e-5)
+    assert fault.place == "layer=1 token=2 head=0 dim=5"
     text = str(fault)
     assert text.startswith("K: 1 of 192 elements are too far off, worst at layer=1 token=2 head=0 dim=5: got ")
     assert "eager's there" in text
@@ -100,7 +101,12 @@ def test_a_bad_row_among_larger_rows_is_seen():
     got[0, 0, 7] *= 1.5
     fault = refused(got, truth)
     assert (fault.kind, fault.index) == ("row", (0, 0, 7))
-    assert "worst at layer=0 token=0 head=7" in str(fault)
+    assert "worst at layer=0 token=0 head=7: relative L2 error" in str(fault)
+    assert fault.place == "layer=0 token=0 head=7"
+    # The row has 64 elements; half of one too much is largest at its largest.
+    worst = int(truth[0, 0, 7].abs().argmax())
+    assert (fault.got, fault.due) == (got[0, 0, 7, worst].item(), truth[0, 0, 7, worst].item())
+    assert f"its worst element is at layer=0 token=0 head=7 dim={worst}: got {fault.got:.9g}, due " in str(fault)
 
 
 @pytest.mark.parametrize(("bad", "name"), [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf")])

@@ -49,9 +49,7 @@ _NEEDS = {
 
 def page() -> str:
     """The whole page."""
-    specs = {
-        family.name: testing.expected_tensors(testing.tiny_config(family.name), family.name)[0] for family in FAMILIES
-    }
+    specs = tiny_specs()
     lines = [HEAD.rstrip(), "", *(f"- {engine.title} {engine.version}" for engine in ENGINES.values()), ""]
     group = ""
     for item in REGISTRY.values():
@@ -60,6 +58,13 @@ def page() -> str:
             lines += [f"## {group}", ""]
         lines += [*_entry(item, specs), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def tiny_specs() -> dict[str, DraftSpec]:
+    """What the smallest draft of each family is; engines are asked about these."""
+    return {
+        family.name: testing.expected_tensors(testing.tiny_config(family.name), family.name)[0] for family in FAMILIES
+    }
 
 
 def _entry(item: Check, specs: Mapping[str, DraftSpec]) -> Iterator[str]:

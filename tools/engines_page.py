@@ -71,7 +71,7 @@ HEAD = """# What the engines' published paths make of the contract
 
 Written by `python tools/engines_page.py`, which runs the fixed cases of `FusedKVContract` on the engines' own code, loaded from their
 installed packages (`pip install --no-deps`). Nothing here is a statement about a server: what an engine refuses before it comes to its
-fused path is not asked, and where that is known to happen the reason says so. `docs/checks.md` has what a server does with a draft.
+fused path is not asked, and where that is known to happen the reason says so. [The checks](checks.md) have what a server does with a draft.
 
 Everything ran on a CPU, interpreted. Outcomes: **rejected**, an error that names the odd layer; **rejected-unnamed**, a ValueError or
 NotImplementedError that names none or another; **crashed**, any other error; **served-right**; **served-wrong**, with how far off, or which
@@ -117,7 +117,7 @@ def incomplete(subject: Subject, text: str) -> Iterator[str]:
     for name, (outcome, reason) in found.items():
         if reason != subject.gaps.get(name, ""):
             yield f"{subject.title}: the reason of {name} is not the one declared"
-        elif (outcome in ("rejected", "holds")) is (name in subject.gaps):
+        elif (outcome in ("rejected", "holds", "not-asked")) is (name in subject.gaps):
             yield f"{subject.title}: {name} is {outcome}, which is not what is declared"
     if f"{subject.package} {TRIED[subject.package]}," not in text:
         yield f"{subject.title}: not measured with {TRIED[subject.package]}"

@@ -22,7 +22,8 @@ Written by `python tools/failures_page.py` from `tests/checks/public_failures.py
 cause. A test writes it, runs the check, and asserts what it says; then the same draft without the cause, which has to pass.
 
 {caught} of {all} are caught. The others have the reason why no check of a checkpoint can see them. References are `repository#number`, an
-issue or a pull request; a dash stands where the repository is not known. What each check means is in `docs/checks.md`.
+issue or a pull request; a dash stands where the repository is not known. What each check means is in
+[the checks](checks.md).
 
 | | what goes wrong | caught by, or why not | reported in |
 |---|---|---|---|
@@ -39,7 +40,10 @@ def page() -> str:
 def _cells(failure: Failure) -> Iterator[str]:
     yield f"| {failure.number}"
     yield failure.symptom.replace("|", "\\|")
-    yield ", ".join(f"`{id}`" for id in failure.checks) or f"Not to be seen: {failure.reason}"
+    yield (
+        ", ".join(f"[{id}](checks.md#{id.replace('.', '')})" for id in failure.checks)
+        or f"Not to be seen: {failure.reason}"
+    )
     yield f"{', '.join(failure.references) or '-'} |"
 
 

@@ -28,6 +28,8 @@ WIDTH = 120
 
 HEAD = """# The strategies
 
+<!-- all python run by: tests/strategies/test_strategies_page.py -->
+
 Made by `python tools/strategies_page.py` from the strategies' own docstrings and from what they draw; change the words there.
 
     from hypothesis import given

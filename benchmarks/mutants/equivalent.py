@@ -117,6 +117,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
     },
     "layers.rope": {
+        ("RotaryEmbedding._apply: llable[[Tensor], Tensor], recurse: bool=[True => False]) -> RotaryEmbedding:"): (
+            "a rotary embedding has no modules in it to go down to"
+        ),
         (
             "RotaryEmbedding._ensure_cos_sin_cache_length: f self.max_length is not None and rows >[ => =] s"
             "elf.max_length:"

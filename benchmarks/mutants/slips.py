@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ class Subject:
 
     Attributes:
         module: where it is.
-        kernel, launcher: names there.
+        kernel: its name there.
         tables: names in `tests/fused_kv/slips.py`.
         tests: files, in the order in which they are tried.
         drawn: the test with drawn examples that is tried first, and the method of its class that is called once per example.
@@ -35,7 +36,6 @@ class Subject:
 
     module: str
     kernel: str
-    launcher: str
     tables: tuple[str, ...]
     tests: tuple[str, ...]
     drawn: tuple[str, str] | None = None
@@ -45,7 +45,6 @@ SUBJECTS: Mapping[str, Subject] = {
     "kernel": Subject(
         module="fused_kv.kernel",
         kernel="_norm_rope_kernel",
-        launcher="fused_norm_rope",
         tables=("KERNEL", "FAR"),
         tests=("tests/contracts/test_fused_kv_contract.py", "tests/fused_kv/test_fused_kv_kernel.py"),
         drawn=("TestOurs::test_serves_any[", "_check"),
@@ -53,7 +52,6 @@ SUBJECTS: Mapping[str, Subject] = {
     "latent_kernel": Subject(
         module="fused_kv.latent_kernel",
         kernel="_latent_norm_rope_kernel",
-        launcher="fused_latent_norm_rope",
         tables=("LATENT",),
         tests=("tests/fused_kv/test_latent_kernel.py",),
     ),
@@ -131,7 +129,9 @@ def _put_in(subject: Subject, edits: Any) -> None:
         for name, value in list(vars(other).items()) if hasattr(other, "__dict__") else ():
             if value is ours:
                 setattr(other, name, getattr(slipped, subject.kernel))
-    getattr(module, subject.launcher).__code__ = getattr(slipped, subject.launcher).__code__
+    for name, value in vars(module).items():
+        if inspect.isfunction(value) and value.__module__ == module.__name__:
+            value.__code__ = getattr(slipped, name).__code__
 
 
 def _count(subject: Subject, items: Sequence[Any]) -> dict[str, int]:

@@ -110,6 +110,7 @@ def conventions(context: Context) -> Iterator[Finding]:
         )
     result, engines_read = _probed(context)
     lengths = {name: result.served.get(name) for name in engines_read}
+    texts = {name: _engine_text(name, read, lengths[name]) for name, read in engines_read.items()}
     context.figures[_CONVENTIONS] = {
         **result.to_dict(),
         "engines": {
@@ -118,11 +119,12 @@ def conventions(context: Context) -> Iterator[Finding]:
                 "refuses": read.refused,
                 "known_settings": read.settings,
                 "accepted_length": None if (rate := lengths[name]) is None else rate.accepted_length,
+                "says": texts[name],
             }
             for name, read in engines_read.items()
         },
     }
-    said = [text for name, read in engines_read.items() if (text := _engine_text(name, read, lengths[name]))]
+    said = [text for text in texts.values() if text]
     for item in result.better:
         yield context.fail(
             f"declared {item.reading.declared}, {result.declared}; {item.reading.name}, {item.rate}",

@@ -190,7 +190,7 @@ def matches_reference(context: Context) -> Iterator[Finding]:
     except NumericsError as error:
         yield context.fail(
             str(error),
-            where="fused K/V of " + ", ".join(map(str, zip(error.axes, error.index or (), strict=False))),
+            where=f"fused {error.what}: {error.place}".removesuffix(": "),
             got=error.got,
             due=error.due,
         )

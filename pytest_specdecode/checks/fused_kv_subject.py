@@ -7,7 +7,7 @@ only held to the numbers, by `fused-kv.matches-reference`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_specdecode.checks.fused_kv import MEANING, _faults, _layer_facts, no_stack
@@ -21,6 +21,7 @@ from pytest_specdecode.spec import GQASpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pytest_specdecode.numerics import NumericsError
     from pytest_specdecode.trials import Trial
 
 _MATCHES = "fused-kv.matches-reference"
@@ -64,11 +65,12 @@ def own_layers(context: Context) -> Iterator[Finding]:
             fix="refuse at construction what cannot be served",
         )
     elif trial.kind == "wrong":
+        element = _element(layers, trial.kv, *inputs(context, layers))
         yield context.fail(
-            f"{subject.name} serves {which} wrong: {trial.text}",
+            f"{subject.name} serves {which} wrong: {trial.text}{'' if element is None else f'; {element}'}",
             where=trial.text.partition(":")[0],
-            got=trial.text,
-            due="each layer's own K and V",
+            got=trial.text if element is None else element.got,
+            due="each layer's own K and V" if element is None else element.due,
             fix="refuse such layers at construction, or compute each with its own" if axes else "",
         )
     else:
@@ -150,6 +152,28 @@ def _errors(layers: Sequence[Any], trial: Trial, ctx: Tensor, positions: Tensor)
             return {}
         found |= {f"{name}_error": error_by_head(got, truth), f"{name}_eager": error_by_head(eager, truth)}
     return found
+
+
+def _element(
+    layers: Sequence[Any], kv: Mapping[int, tuple[Tensor, Tensor]], ctx: Tensor, positions: Tensor
+) -> NumericsError | None:
+    """The worst element of the first layer that is wrong, with eager's error and the bound; None where it is not the numbers."""
+    from pytest_specdecode.fused_kv.reference import eager_kv, fused_kv_reference
+    from pytest_specdecode.numerics import NumericsError, assert_close
+
+    for index, layer in enumerate(layers):
+        if index not in kv:
+            continue
+        try:
+            truth, eager = fused_kv_reference([layer], ctx, positions), eager_kv([layer], ctx, positions)
+            for name, got, due, base in zip("KV", kv[index], truth, eager, strict=True):
+                sizes = (ctx.shape[1], layer.self_attn.head_dim)
+                assert_close(got.to(base.dtype), due[0], base[0], what=f"layer {index}'s {name}", reduction_sizes=sizes)
+        except NumericsError as error:
+            return error
+        except Exception:
+            return None
+    return None
 
 
 def _closeness(layers: Sequence[Any], trial: Trial, ctx: Tensor, positions: Tensor) -> str:
@@ -316,7 +340,8 @@ class _Calls:
         values, places = ctx.to(truth[0].self_attn.qkv_proj.weight.dtype, copy=True), positions.clone()
         self.call(made, ctx, positions, received)
         if wrong := [*received.faults(len(truth)), *wrong_layers(truth, received.kv, values, places)]:
-            raise _NotHeldError("; ".join(wrong[:3]))
+            element = _element(truth, received.kv, values, places)
+            raise _NotHeldError("; ".join([*wrong[:3], *([] if element is None else [str(element)])]))
         return received.kv
 
     @staticmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,14 +160,14 @@ def finite(context: Context) -> Iterator[Finding]:
 )
 def incremental(context: Context) -> Iterator[Finding]:
     """Largest difference over the layers, in float64 where that fits."""
-    worst, where = 0.0, 0
+    worst = _Difference()
     for index, layer in _exact_layers(context):
         inputs = layer.probe(TOKENS, SEED)
         with _build_reports(context, index):
-            difference = _distance(layer.prefill(inputs), layer.incremental(inputs))
-        if not difference <= worst:
-            worst, where = difference, index
-    yield from _exactness(context, "layers.incremental", worst, where, "step by step differs from one prefill")
+            difference = _difference(index, layer.incremental(inputs), layer.prefill(inputs))
+        if not difference.relative <= worst.relative:
+            worst = difference
+    yield from _exactness(context, "layers.incremental", worst, "step by step differs from one prefill")
 
 
 @check(
@@ -184,7 +185,7 @@ def mla_absorbed(context: Context) -> Iterator[Finding]:
 
     if not any(isinstance(layer.attention, MLASpec) for layer in context.spec.layers):
         raise Skip("no layer of this draft has latent attention")
-    worst, where = 0.0, 0
+    worst = _Difference()
     for index, layer in _exact_layers(context):
         inputs = layer.probe(TOKENS, SEED)
         states = inputs["block"] if "block" in inputs else torch.cat([inputs["embeds"], inputs["hidden"]], dim=-1)
@@ -192,10 +193,10 @@ def mla_absorbed(context: Context) -> Iterator[Finding]:
         with _build_reports(context, index):
             naive = layer.self_attn.forward_naive(states, inputs["positions"])
             absorbed = layer.self_attn.forward_absorbed(states, inputs["positions"])
-        difference = _distance(naive, absorbed)
-        if not difference <= worst:
-            worst, where = difference, index
-    yield from _exactness(context, "layers.mla-absorbed", worst, where, "the absorbed form differs from the naive one")
+        difference = _difference(index, absorbed, naive)
+        if not difference.relative <= worst.relative:
+            worst = difference
+    yield from _exactness(context, "layers.mla-absorbed", worst, "the absorbed form differs from the naive one")
 
 
 @check(
@@ -414,16 +415,38 @@ def _sums(context: Context, index: int) -> tuple[int, ...]:
     return tuple(extent for extent in known if extent)
 
 
-def _exactness(context: Context, id: str, worst: float, layer: int, message: str) -> Iterator[Finding]:
+@dataclass(frozen=True, kw_only=True)
+class _Difference:
+    """Where two results of one layer differ most.
+
+    Attributes:
+        layer: its index.
+        relative: the difference over the largest value that is due; NaN where either is not finite.
+        place: in named axes.
+        got, due: the two values there.
+    """
+
+    layer: int = 0
+    relative: float = 0.0
+    place: str = ""
+    got: float = 0.0
+    due: float = 0.0
+
+
+def _exactness(context: Context, id: str, worst: _Difference, message: str) -> Iterator[Finding]:
     import torch
 
     double = context.draft.checkpoint.num_parameters / max(1, len(context.spec.layers)) < _DOUBLE_LIMIT
     # Sums of a few thousand terms in another order: far under a millionth of an exact result, and a wrong layer is off by order one.
     bound = 1e6 * torch.finfo(torch.float64).eps if double else 1e3 * torch.finfo(torch.float32).eps
-    context.notes[id] = f"largest difference {worst:.1e} of the output's largest value"
-    if not worst <= bound:
-        where = f"layer {context.draft.stored_layer(layer)}"
-        yield context.fail(message, where=where, got=worst, due=f"at most {bound:.1e} of the largest value")
+    context.notes[id] = f"largest difference {worst.relative:.1e} of the output's largest value"
+    if not worst.relative <= bound:
+        yield context.fail(
+            f"{message}: at {worst.place} got {worst.got:.9g}, due {worst.due:.9g}, {worst.relative:.1e} of the largest value apart",
+            where=f"layer {context.draft.stored_layer(worst.layer)}",
+            got=worst.relative,
+            due=f"at most {bound:.1e} of the largest value",
+        )
 
 
 def _runs_finite(context: Context, index: int, layer: ReferenceLayer, scale: float) -> bool:
@@ -432,8 +455,21 @@ def _runs_finite(context: Context, index: int, layer: ReferenceLayer, scale: flo
     return bool(output.isfinite().all())
 
 
-def _distance(one: Any, other: Any) -> float:
-    """Largest difference over the largest value; NaN where either is not finite."""
-    largest = float(one.abs().max())
-    difference = float((one - other).abs().max())
-    return difference / largest if largest else difference
+def _difference(layer: int, got: Any, due: Any) -> _Difference:
+    apart = (got - due).abs()
+    # A NaN is the largest of all.
+    flat = int(apart.argmax())
+    largest, difference = float(due.abs().max()), float(apart.flatten()[flat])
+    index: list[int] = []
+    rest = flat
+    for extent in reversed(apart.shape):
+        rest, at = divmod(rest, extent)
+        index.insert(0, at)
+    names = ("batch", "token", "lane")[-apart.ndim :]
+    return _Difference(
+        layer=layer,
+        relative=difference / largest if largest else difference,
+        place=" ".join(f"{name}={at}" for name, at in zip(names, index, strict=False)),
+        got=float(got.flatten()[flat]),
+        due=float(due.flatten()[flat]),
+    )

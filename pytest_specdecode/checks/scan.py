@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,18 +50,28 @@ class TensorStats:
         return self.nonfinite == 0 and self.minimum == self.maximum
 
 
-def scan(draft: Draft) -> Mapping[str, TensorStats]:
-    """Statistics of every floating-point tensor that the family reads, by canonical name; made once per draft."""
+def scan(draft: Draft, progress: Callable[[str], None] | None = None) -> Mapping[str, TensorStats]:
+    """Statistics of every floating-point tensor that the family reads, by canonical name; made once per draft.
+
+    Args:
+        draft: the draft.
+        progress: told which tensor comes next.
+    """
     cached: dict[str, TensorStats] | None = draft.memo.get("scan")
     if cached is None:
         binding = draft.binding
         expected = {} if binding is None else binding.expected
         stored = {} if binding is None else binding.stored
-        cached = {
-            canonical: _stats(draft, draft.checkpoint.tensors[name])
+        read = {
+            canonical: draft.checkpoint.tensors[name]
             for canonical, name in stored.items()
             if canonical in expected and draft.checkpoint.tensors[name].is_float
         }
+        cached = {}
+        for number, (canonical, header) in enumerate(read.items(), start=1):
+            if progress is not None:
+                progress(f"{draft.name}: values of {header.name} (tensor {number} of {len(read)})")
+            cached[canonical] = _stats(draft, header)
         draft.memo["scan"] = cached
     return cached
 

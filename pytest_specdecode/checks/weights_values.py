@@ -25,7 +25,11 @@ def finite(context: Context) -> Iterator[Finding]:
     """All tensors with non-finite values in one finding."""
     if context.pictures:
         context.figures["weights.finite"] = {"tensors": weight_spreads(context.draft)}
-    bad = {stats.header.name: stats.nonfinite for stats in scan(context.draft).values() if stats.nonfinite}
+    bad = {
+        stats.header.name: stats.nonfinite
+        for stats in scan(context.draft, context.progress).values()
+        if stats.nonfinite
+    }
     if bad:
         first = next(iter(bad))
         yield context.fail(
@@ -50,7 +54,7 @@ def finite(context: Context) -> Iterator[Finding]:
 )
 def degenerate(context: Context) -> Iterator[Finding]:
     """Constant matrices, norms that are all zero, norms all one beside fresh matrices, heads that look random."""
-    stats = scan(context.draft)
+    stats = scan(context.draft, context.progress)
     matrices = {name: item for name, item in stats.items() if len(item.header.shape) >= 2 and item.header.numel > 1}
     vectors = {name: item for name, item in stats.items() if name not in matrices}
     flat = [name for name, item in matrices.items() if item.is_constant]

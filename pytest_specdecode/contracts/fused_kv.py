@@ -4,6 +4,7 @@ The subject is built and called as SGLang's `FusedKVMaterializeHelper` is:
 
     subject = build(layers, rotary_emb, num_kv_heads, head_dim, device)
     subject.materialize(ctx_hidden, positions, write_layer_kv)
+    subject.materialize_into(ctx_hidden, positions, slot_mapping, k_caches, v_caches)    # where it has it
 
 Its Triton kernels are interpreted on a CPU, with every access held against its tensor's bounds and all memory that it allocates poisoned,
 so a read or a write that is not its own shows wherever it happens.
@@ -27,7 +28,7 @@ from pytest_specdecode.contracts.machine import LIVES, fused_kv_machine, live
 from pytest_specdecode.contracts.rounding import FEW_NUMBERS, ROUNDINGS, Rounding, assert_kv, rounded_kv
 from pytest_specdecode.fused_kv import AXES, eager_kv, fused_kv_reference
 from pytest_specdecode.fused_kv.tensor_parallel import rank_kv_heads, rank_layers
-from pytest_specdecode.memory import KernelMemoryError, banded_copy, still_poison
+from pytest_specdecode.memory import KernelMemoryError, banded, banded_copy, still_poison
 from pytest_specdecode.numerics import TOLERANCES, NumericsError, assert_close, assert_exact
 from pytest_specdecode.strategies import (
     KINDS,
@@ -40,7 +41,7 @@ from pytest_specdecode.strategies import (
     kernel_inputs,
     layer_configs,
 )
-from pytest_specdecode.strategies.kernels import drawn_positions
+from pytest_specdecode.strategies.kernels import KernelInput, drawn_positions
 from pytest_specdecode.strategies.tensors import filled
 from pytest_specdecode.trials import Received, Trial, changed, digests, error_text, tried
 from pytest_specdecode.watching import last_part, watched
@@ -95,7 +96,11 @@ OPTIONAL: Mapping[str, Mapping[str, Any]] = {
     "scaled-rope": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     "growing-table": {"max_position_embeddings": 300},
     "epsilon-per-layer": {"epsilons": (1e-6, 1e-3, 1e-5)},
+    "interleaved-pairs": {"is_neox_style": False},
 }
+
+#: Slots of a page in the caches.
+PAGE = 4
 
 #: Kinds of positions by property.
 POSITIONS: Mapping[str, str] = {
@@ -200,7 +205,11 @@ class FusedKVContract(Contract):
     @given(data=st.data())
     def test_serves_any(self, rest: str, data: st.DataObject) -> None:
         """Any stack of one to eight layers, any input. What the subject is known not to do is not drawn."""
+        inputs = self._drawn_inputs(data)
+        if (subject := self._built_as_due(inputs.stack)) is not None:
+            self._check(inputs.stack, subject, inputs.ctx_hidden, inputs.positions, few_numbers=True)
 
+    def _drawn_inputs(self, data: st.DataObject) -> KernelInput:
         def unless(gap: str, *values: Any) -> Any:
             return values[0] if self.has_gap(gap) else st.sampled_from(values)
 
@@ -213,11 +222,12 @@ class FusedKVContract(Contract):
                 bias=unless("bias-everywhere", False, True),
                 norm_kind=unless("gemma-norm-everywhere", "rms", "gemma"),
                 value_scale=unless("value-scale-everywhere", 1.0, 0.612),
+                is_neox_style=unless("interleaved-pairs", True, False),
                 rope_scaling={} if self.has_gap("scaled-rope") else None,
                 max_position_embeddings=unless("growing-table", 64, 300),
             )
         )
-        inputs = data.draw(
+        return data.draw(
             kernel_inputs(
                 stack=homogeneous_stacks(
                     max_layers=8, config=config, norm_eps=1e-6 if self.has_gap("epsilon-per-layer") else None
@@ -229,11 +239,12 @@ class FusedKVContract(Contract):
             ),
             label="inputs",
         )
-        first = inputs.stack.configs[0]
+
+    def _built_as_due(self, stack: Stack) -> Any:
+        """The subject; None only where it may refuse such layers, and does."""
+        first = stack.configs[0]
         optional = first.bias or first.norm_kind != "rms" or first.value_scale != 1.0 or first.rope_scaling != {}
-        subject = self._built_or_refused(inputs.stack) if optional else self._built(inputs.stack)
-        if subject is not None:
-            self._check(inputs.stack, subject, inputs.ctx_hidden, inputs.positions, few_numbers=True)
+        return self._built_or_refused(stack) if optional or not first.is_neox_style else self._built(stack)
 
     @cases("dtype", {f"rounding-{dtype}": dtype for dtype in ("float16", "bfloat16")})
     def test_rounding(self, dtype: str) -> None:
@@ -370,6 +381,34 @@ class FusedKVContract(Contract):
             assert_exact(band.tensor, values[name], what=name, bits=True, axes=("token", "lane"))
         if names := changed(layers, before):
             raise ContractError(f"{' and '.join(names)} was written to")
+
+    # --- caches ---
+
+    @cases("layout", {"caches-by-slot": "slots", "caches-by-block": "blocks"})
+    def test_caches(self, layout: str) -> None:
+        """Where the subject has `materialize_into`: K and V of each layer are in its cache at the token's slot, -1 skips the token, and no
+        other slot changes a bit."""
+        stack = _stack()
+        subject = self._built(stack)
+        for slots in ([7, -1, 0, 11, 4], [-1] * 5, [0, 1, 2, 3, 4]):
+            positions = torch.tensor([63, 9, 0, 17, 17])
+            self._check_caches(stack, subject, _context(stack, 5), positions, torch.tensor(slots), layout, pages=3)
+
+    @cases("rest", [f"caches{DRAWN}"])
+    @examples(10)
+    @given(data=st.data())
+    def test_caches_any(self, rest: str, data: st.DataObject) -> None:
+        """The same for any stack, any input and any slots."""
+        inputs = self._drawn_inputs(data)
+        pages = -(-inputs.tokens // PAGE) + data.draw(st.integers(0, 1), label="pages to spare")
+        places = data.draw(st.permutations(range(PAGE * pages)), label="slots")[: inputs.tokens]
+        skipped = data.draw(st.sets(st.integers(0, inputs.tokens - 1), max_size=inputs.tokens), label="skipped tokens")
+        slots = torch.tensor([-1 if token in skipped else slot for token, slot in enumerate(places)])
+        layout = data.draw(st.sampled_from(("slots", "blocks")), label="layout")
+        if (subject := self._built_as_due(inputs.stack)) is not None:
+            self._check_caches(
+                inputs.stack, subject, inputs.ctx_hidden, inputs.positions, slots, layout, pages=pages, few_numbers=True
+            )
 
     @cases("what", ["far-offsets"])
     def test_far(self, what: str) -> None:
@@ -512,6 +551,59 @@ class FusedKVContract(Contract):
         got = self._run(subject, ctx, positions)
         assert_kv(got, stack.layers, ctx, positions, self.rounding, few_numbers=few_numbers)
         return got
+
+    def _check_caches(
+        self,
+        stack: Stack,
+        subject: Any,
+        ctx: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        layout: str,
+        *,
+        pages: int,
+        few_numbers: bool = False,
+    ) -> None:
+        if not hasattr(subject, "materialize_into"):
+            pytest.skip("the subject has no materialize_into")
+        rows, dtype = (stack.num_kv_heads, stack.head_dim), getattr(torch, stack.dtype)
+        # SGLang's pools, or vLLM's blocks, of which each holds K and V side by side.
+        shape = (2, PAGE * pages, *rows) if layout == "slots" else (pages, 2, PAGE, *rows)
+        wholes = [
+            banded(shape, dtype, device=self._device, name=f"layer {layer}'s caches")
+            for layer in range(stack.num_layers)
+        ]
+        k_caches, v_caches = (
+            [each.tensor.select(0 if layout == "slots" else 1, part) for each in wholes] for part in (0, 1)
+        )
+        with watched():
+            subject.materialize_into(
+                ctx.to(self._device, copy=True),
+                _copied(positions).to(self._device),
+                slots.to(self._device, copy=True),
+                k_caches,
+                v_caches,
+            )
+        for each in wholes:
+            each.assert_intact()
+        written = slots >= 0
+        untouched = torch.ones(PAGE * pages, dtype=torch.bool)
+        untouched[slots[written]] = False
+        got = []
+        for name, caches in (("K", k_caches), ("V", v_caches)):
+            found = [cache.cpu().reshape(-1, *rows) for cache in caches]
+            for layer, cache in enumerate(found):
+                changed_slots = (~still_poison(cache)).any(-1).any(-1) & untouched
+                if changed_slots.any():
+                    slot = int(changed_slots.nonzero()[0])
+                    raise ContractError(
+                        f"slot {slot} of layer {layer}'s {name} cache is no token's, and was written to"
+                    )
+            got.append(torch.stack([cache[slots[written]] for cache in found]))
+        if written.any():
+            assert_kv(
+                (got[0], got[1]), stack.layers, ctx[written], positions[written], self.rounding, few_numbers=few_numbers
+            )
 
     def _reject(self, broken: BrokenStack) -> None:
         outcome = try_axis(self.build, broken, device=self.device)

@@ -117,13 +117,13 @@ class FusedKVMachine(RuleBasedStateMachine):
 
     @initialize(stack=_of_machine(lambda machine: machine._stacks()))
     def built(self, stack: Stack) -> None:
-        """The subject, of layers that agree. A bias is left out where the subject says that it serves none."""
+        """The subject, of layers that agree. A bias and interleaved pairs are left out where the subject says that it serves none."""
         try:
             self._take(stack)
         except (ValueError, NotImplementedError):
-            if not stack.configs[0].bias:
+            if stack.configs[0].is_neox_style and not stack.configs[0].bias:
                 raise
-            configs = [config.changed(bias=False) for config in stack.configs]
+            configs = [config.changed(bias=False, is_neox_style=True) for config in stack.configs]
             self._take(Stack(configs=configs, seed=stack.seed, weights=stack.weights, norms=stack.norms))
         shape = (PAGES, PAGE_ROWS, self.stack.num_kv_heads, self.stack.head_dim)
         dtype, where = getattr(torch, self.stack.dtype), torch.device(self.device)
@@ -209,6 +209,7 @@ class FusedKVMachine(RuleBasedStateMachine):
                 num_kv_heads=st.sampled_from((1, 2)),
                 head_dim=head_dim,
                 rotary_dim=head_dim if "partial-rotary" in self.gaps else None,
+                is_neox_style=True if "interleaved-pairs" in self.gaps else st.sampled_from((True, True, False)),
                 hidden_size=5,
                 dtype=st.sampled_from(_DTYPES),
                 rope_scaling=st.just({}),

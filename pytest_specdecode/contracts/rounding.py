@@ -70,7 +70,7 @@ def rounded_kv(
     Between two roundings the arithmetic is float64, so the result is what a kernel of that order should give, up to its own float32.
 
     Args:
-        layers: duck-typed as for FusedKV, neox style; each with its own weight, norm and table.
+        layers: duck-typed as for FusedKV; each with its own weight, norm and table.
         ctx_hidden: `[T, hidden_size]`. positions: `[T]`, each in the tables.
         rounding: one of `ROUNDINGS`.
     """
@@ -102,14 +102,10 @@ def _one_layer(attn: Any, ctx_hidden: Tensor, positions: Tensor, rounding: Round
     table = stepped(attn.rotary_emb.cos_sin_cache.detach()[positions.long()].double())
     cos, sin = table[:, None, :].chunk(2, dim=-1)
     rotary_dim = table.shape[-1]
-    first, second = normed[..., :rotary_dim].chunk(2, dim=-1)
-    turned = torch.cat(
-        [
-            stepped(first * cos) - stepped(second * sin),
-            stepped(second * cos) + stepped(first * sin),
-            normed[..., rotary_dim:],
-        ],
-        dim=-1,
-    )
+    turning, rest = normed[..., :rotary_dim], normed[..., rotary_dim:]
+    halves = bool(getattr(attn.rotary_emb, "is_neox_style", True))
+    first, second = turning.chunk(2, dim=-1) if halves else (turning[..., 0::2], turning[..., 1::2])
+    both = stepped(first * cos) - stepped(second * sin), stepped(second * cos) + stepped(first * sin)
+    turned = torch.cat([torch.cat(both, dim=-1) if halves else torch.stack(both, dim=-1).flatten(-2), rest], dim=-1)
     scale = value_scale_of(attn)
     return turned.to(dtype), v if scale == 1.0 else (v.double() * scale).to(dtype)

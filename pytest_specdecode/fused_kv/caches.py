@@ -6,8 +6,9 @@ must be told (`launch`'s `reached`), because it is no argument of the kernel.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,19 +44,51 @@ class CacheSet:
 
 
 def checked_caches(
+    k_caches: Sequence[Tensor],
+    v_caches: Sequence[Tensor],
+    projected: Tensor,
+    layers: int,
+    head_shape: tuple[int, int],
+    cache_dtype: torch.dtype | None,
+) -> tuple[CacheSet, CacheSet]:
+    """What the kernel needs of the K and of the V caches; StackMismatchError where they do not fit the projection or each other, or where
+    two of their elements are one."""
+    k_set, v_set = (
+        _checked_set(name, caches, projected, layers, head_shape, cache_dtype)
+        for name, caches in (("k_caches", k_caches), ("v_caches", v_caches))
+    )
+    besides: tuple[tuple[str, object, object], ...] = (
+        ("slots", k_set.num_slots, v_set.num_slots),
+        ("dtype", _dtype_of(k_set, projected), _dtype_of(v_set, projected)),
+    )
+    for what, ours, theirs in besides:
+        if ours != theirs:
+            raise _misfit("v_caches", f"the {what} of the K caches, {ours}", ours, theirs)
+    page_size = k_set.page_size or v_set.page_size
+    if v_set.page_size not in (0, page_size):
+        raise _misfit("v_caches", f"the block size of the K caches, {page_size}", page_size, v_set.page_size)
+    _check_apart((*k_set.named.items(), *v_set.named.items()))
+    return _paged(k_set, page_size), _paged(v_set, page_size)
+
+
+def _checked_set(
     name: str,
     caches: Sequence[Tensor],
     projected: Tensor,
     layers: int,
     head_shape: tuple[int, int],
     cache_dtype: torch.dtype | None,
-    *,
-    beside: CacheSet | None = None,
 ) -> CacheSet:
-    """What the kernel needs of `caches`; StackMismatchError where they do not fit the projection, each other, or the set `beside` them."""
+    if not isinstance(caches, Sequence | Tensor):
+        raise _misfit(name, "one cache per layer", layers, type(caches).__name__)
     if len(caches) != layers:
         raise _misfit(name, "one cache per layer", layers, len(caches))
+    for layer, cache in enumerate(caches):
+        if not isinstance(cache, Tensor):
+            raise _misfit(name, "a tensor", "Tensor", type(cache).__name__, layer)
     first = caches[0]
+    if cache_dtype is not None and cache_dtype not in FP8_FORMATS:
+        raise _misfit(name, f"a cache_dtype of {(*FP8_FORMATS,)}", (*FP8_FORMATS,), cache_dtype)
     dtype = cache_dtype if first.dtype == torch.uint8 and cache_dtype is not None else first.dtype
     if dtype != projected.dtype and dtype not in FP8_FORMATS:
         due = (projected.dtype, *FP8_FORMATS)
@@ -79,14 +112,12 @@ def checked_caches(
                 raise _misfit(name, f"caches of one {what}, {usual}", usual, found, layer)
     if first.stride(-1) != 1:
         raise _misfit(name, "a last stride of 1", 1, first.stride(-1))
-    blocks = 1 if first.ndim == 3 else first.shape[0]
-    page_size = 0 if first.ndim == 3 else first.shape[1]
+    blocks, page_size = (1, 0) if first.ndim == 3 else first.shape[:2]
     outer, inner, head = (0, *first.stride()[:2]) if first.ndim == 3 else first.stride()[:3]
-    if page_size and outer == page_size * inner:
-        page_size, slots = 0, blocks * page_size
-    else:
-        slots = first.shape[0] if not page_size else blocks * page_size
-    result = CacheSet(
+    slots = blocks * page_size if page_size else first.shape[0] * (first.ndim == 3)
+    if outer == page_size * inner:
+        page_size = 0
+    return CacheSet(
         named={f"{name}[{layer}]": cache for layer, cache in enumerate(caches)},
         addresses=torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64, device=projected.device),
         num_slots=slots,
@@ -95,20 +126,81 @@ def checked_caches(
         fp8=FP8_FORMATS.get(dtype, 0),
         aligned=all(cache.data_ptr() % 16 == 0 for cache in caches),
     )
-    if beside is not None:
-        besides: tuple[tuple[str, int, int], ...] = (
-            ("slots", beside.num_slots, result.num_slots),
-            ("dtype", beside.fp8, result.fp8),
-            ("block size", beside.page_size, result.page_size),
-        )
-        for what, ours, theirs in besides:
-            if ours != theirs:
-                raise _misfit(name, f"the {what} of the K caches, {ours}", ours, theirs)
-    return result
+
+
+def _dtype_of(caches: CacheSet, projected: Tensor) -> torch.dtype:
+    return next((dtype for dtype, code in FP8_FORMATS.items() if code == caches.fp8), projected.dtype)
+
+
+def _paged(caches: CacheSet, page_size: int) -> CacheSet:
+    """The set as blocks of `page_size`, where its slots follow each other at one stride."""
+    if caches.page_size == page_size:
+        return caches
+    return replace(caches, page_size=page_size, strides=(page_size * caches.strides[1], *caches.strides[1:]))
+
+
+# --- whether all elements lie apart -------------------------------------------------------------------------------------------------------
+
+
+def _check_apart(caches: Sequence[tuple[str, Tensor]]) -> None:
+    """StackMismatchError where two slots, or two caches, share memory: which of them it would hold is undefined."""
+    reaches: list[tuple[int, int, _Extents, str]] = []
+    for name, cache in caches:
+        extents = sorted((step, size) for size, step in zip(cache.shape, cache.stride(), strict=True) if size > 1)
+        span = 1
+        for step, size in extents:
+            if step < span:
+                raise _misfit(name, "elements that lie apart", "no overlap", f"strides {tuple(cache.stride())}")
+            span += (size - 1) * step
+        if cache.numel():
+            start = cache.data_ptr()
+            reaches.append((start, start + span * cache.element_size(), tuple(extents), name))
+    width = caches[0][1].element_size() if caches else 1
+    reaches.sort()
+    for index, (start, end, extents_here, name) in enumerate(reaches):
+        for other_start, _, extents_there, other in reaches[index + 1 :]:
+            if other_start >= end:
+                break
+            # Reaches meet where caches are interleaved in one block of memory, as K and V of a page are; elements need not.
+            if _share((other_start - start) // width, extents_here, extents_there):
+                raise _misfit(other, "memory of its own", "no overlap", f"some of {name}'s")
+
+
+#: Strides and sizes of a tensor's dimensions, or strides with the least and the largest multiple.
+_Extents = tuple[tuple[int, int], ...]
+_Multiples = tuple[tuple[int, int, int], ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _share(distance: int, here: _Extents, there: _Extents) -> bool:
+    """Whether two tensors have an element in common, the second beginning `distance` elements behind the first."""
+    bounds: dict[int, tuple[int, int]] = {}
+    for sign, extents in ((1, here), (-1, there)):
+        for step, size in extents:
+            low, high = bounds.get(step, (0, 0))
+            bounds[step] = (low, high + size - 1) if sign > 0 else (low - size + 1, high)
+    return _is_sum(distance, tuple((step, *bounds[step]) for step in sorted(bounds, reverse=True)))
+
+
+def _is_sum(distance: int, multiples: _Multiples) -> bool:
+    """Whether `distance` is a sum of multiples of the strides, each within its bounds; the widest stride first."""
+    if not multiples:
+        return distance == 0
+    (step, low, high), inner = multiples[0], multiples[1:]
+    least, most = sum(each * first for each, first, _ in inner), sum(each * last for each, _, last in inner)
+    counts = range(max(low, -((most - distance) // step)), min(high, (distance - least) // step) + 1)
+    return any(_is_sum(distance - count * step, inner) for count in counts)
 
 
 def checked_slots(slot_mapping: Tensor, tokens: int, num_slots: int) -> Tensor:
     """The slots as a row; InputError where they are no integers `[T]`, one is outside the caches, or two tokens share one."""
+    if not isinstance(slot_mapping, Tensor):
+        raise InputError(
+            f"Invalid slot_mapping for fused KV materialization: got {type(slot_mapping).__name__}, expected a tensor ({tokens},).",
+            axis="slot_mapping",
+            expected=(tokens,),
+            got=type(slot_mapping).__name__,
+        )
     if tuple(slot_mapping.shape) != (tokens,) or slot_mapping.dtype not in INTEGERS:
         raise InputError(
             f"Invalid slot_mapping for fused KV materialization: got {slot_mapping.dtype} {tuple(slot_mapping.shape)}, expected "
@@ -159,11 +251,14 @@ def scale_factors(
             expected=(layers,),
             got=tuple(factors.shape),
         )
-    if not bool((torch.isfinite(factors) & (factors > 0)).all()):
+    reciprocals = factors.reciprocal()
+    if not bool((torch.isfinite(factors) & torch.isfinite(reciprocals) & (factors > 0)).all()):
         raise InputError(
-            f"Invalid {name} for fused KV materialization: scales must be finite and above 0.", axis=name, got=scale
+            f"Invalid {name} for fused KV materialization: scales and their float32 reciprocals must be finite and above 0.",
+            axis=name,
+            got=scale,
         )
-    return factors.reciprocal().contiguous()
+    return reciprocals.contiguous()
 
 
 def _misfit(name: str, due: str, expected: object, got: object, layer: int | None = None) -> StackMismatchError:

@@ -151,8 +151,7 @@ def fused_norm_rope_into(
     if tokens == 0:
         return
     _check_parameters(k_norm_weight, eps, layers, head_dim, rotary_dim)
-    k_set = checked_caches("k_caches", k_caches, kv, layers, (num_kv_heads, head_dim), cache_dtype)
-    v_set = checked_caches("v_caches", v_caches, kv, layers, (num_kv_heads, head_dim), cache_dtype, beside=k_set)
+    k_set, v_set = checked_caches(k_caches, v_caches, kv, layers, (num_kv_heads, head_dim), cache_dtype)
     slots = checked_slots(slot_mapping, tokens, k_set.num_slots).to(kv.device)
     factors = [
         scale_factors(name, scale, layers, k_set, kv.device)

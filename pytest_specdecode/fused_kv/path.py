@@ -255,9 +255,7 @@ def _eager_norm_rope_into(
 ) -> None:
     """`fused_norm_rope_into` in plain torch, with the same roundings."""
     tokens, layers = kv.shape[:2]
-    shape = (num_kv_heads, head_dim)
-    k_set = checked_caches("k_caches", k_caches, kv, layers, shape, cache_dtype)
-    v_set = checked_caches("v_caches", v_caches, kv, layers, shape, cache_dtype, beside=k_set)
+    k_set, v_set = checked_caches(k_caches, v_caches, kv, layers, (num_kv_heads, head_dim), cache_dtype)
     slots = checked_slots(slot_mapping, tokens, k_set.num_slots).to(kv.device).long()
     exact = _eager_exact(
         kv,

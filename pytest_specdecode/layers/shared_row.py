@@ -53,7 +53,7 @@ class SharedRowAttention(nn.Module):
         q_lora_rank: int | None,
         o_lora_rank: int | None,
         o_groups: int | None,
-        norm_eps: float = 1e-6,
+        norm_eps: float,
     ) -> None:
         super().__init__()
         self.spec = spec

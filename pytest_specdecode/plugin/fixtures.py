@@ -7,9 +7,10 @@ takes fresh ones from a `make_...` fixture. What a fixture stands on is imported
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import pytest
 
@@ -233,11 +234,23 @@ def _named_path(request: pytest.FixtureRequest) -> Subject | None:
 
 
 def _progress(config: pytest.Config, seconds: float = 10.0) -> Callable[[str], None] | None:
-    """What tells a person at the terminal how far a long check is, every few seconds; None where nobody would see it."""
+    """What tells a person at the terminal how far a long check is, every few seconds; None where nobody would see it.
+
+    A worker of xdist has no terminal of its own, but the errors' stream of the process that started it.
+    """
     terminal = config.pluginmanager.getplugin("terminalreporter")
     capture = config.pluginmanager.getplugin("capturemanager")
-    if terminal is None or capture is None or not terminal.isatty:
+    if capture is None:
         return None
+    worker: str | None = getattr(config, "workerinput", {}).get("workerid")
+    if worker is not None:
+        with capture.global_and_fixture_disabled():
+            if not _is_terminal(sys.stderr):
+                return None
+    elif terminal is None or not terminal.isatty:
+        return None
+    from pytest_specdecode.errors import printable
+
     last = time.monotonic()
 
     def tell(text: str) -> None:
@@ -246,9 +259,21 @@ def _progress(config: pytest.Config, seconds: float = 10.0) -> Callable[[str], N
             return
         last = time.monotonic()
         with capture.global_and_fixture_disabled():
-            terminal.write_line(text)
+            if worker is None:
+                terminal.write_line(printable(text))
+            else:
+                # In one piece, from a line's start to its end: others write there, too.
+                sys.stderr.write(f"\n[{worker}] {printable(text)}\n")
+                sys.stderr.flush()
 
     return tell
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:
+        return False
 
 
 def _absent(want: str, reason: str, settings: Settings) -> NoReturn:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,28 @@ from pytest_specdecode.checkpoint import Checkpoint
 from pytest_specdecode.checks import REGISTRY, Check, Context
 from pytest_specdecode.errors import DraftError, printable
 from pytest_specdecode.families import Draft, load
-from pytest_specdecode.findings import STATUS_ORDER, CheckResult
+from pytest_specdecode.findings import CheckResult
 from pytest_specdecode.plugin.expected import strangers
 from pytest_specdecode.plugin.options import EXPECTED, Settings, names_of, without_draft
-from pytest_specdecode.plugin.results import result_of
-from pytest_specdecode.report import DraftReport, Report, compare, finding_lines
-from pytest_specdecode.report.text import comparison_lines, is_measurement, message, overview_lines
+from pytest_specdecode.plugin.results import command_of, fit_failure, result_of
+from pytest_specdecode.report import DraftReport, Report, compare
+from pytest_specdecode.report.terminal import block
+from pytest_specdecode.report.text import comparison_lines, fitted, overview_lines
 
 TestStatus = tuple[str, str, tuple[str, dict[str, bool]]]
+
+#: How a line of each style looks where the terminal has colours.
+MARKUP: dict[str, dict[str, bool]] = {
+    "draft": {"bold": True},
+    "serves wrong": {"red": True, "bold": True},
+    "stops": {"red": True},
+    "falls back": {"yellow": True},
+    "error": {"red": True},
+    "warning": {"yellow": True},
+    "expected": {"yellow": True},
+    "inconclusive": {"cyan": True},
+    "measured": {"green": True},
+}
 
 
 class Reporter:
@@ -33,6 +48,7 @@ class Reporter:
         self._settings = settings
         self._drafts: dict[str, Draft] = {given.path: given.draft for given in settings.drafts}
         self._results: dict[str, dict[str, CheckResult]] = {path: {} for path in self._drafts}
+        self._ids: dict[tuple[str, str], str] = {}
         self._unwritten: dict[Path, DraftError] = {}
         self._no_summary: DraftError | None = None
         self._no_baseline: DraftError | None = None
@@ -56,6 +72,7 @@ class Reporter:
             return
         path, result = found
         self._results.setdefault(path, {})[result.id] = result
+        self._ids[path, result.id] = report.nodeid
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.CollectReport | pytest.TestReport) -> TestStatus | None:
@@ -73,6 +90,7 @@ class Reporter:
         """Write the reports and the baseline; what was asked for and could not be written is a failure. GitHub's summary is no such."""
         if session.config.option.collectonly:
             return
+        self._fit_failures(session.config)
         for file in self._settings.reports:
             try:
                 self._report().write(file)
@@ -98,7 +116,8 @@ class Reporter:
         """Per draft: what it is, counts, findings, and what could not be judged."""
         if config.option.collectonly:
             return
-        in_full = config.getoption("tbstyle", "auto") == "no"
+        width, verbosity = config.get_terminal_writer().fullwidth, config.get_verbosity()
+        has_failures = config.getoption("tbstyle", "auto") != "no"
         reports = [report for report in self._reports() if report.results]
         if reports:
             terminalreporter.section("draft model" if len(reports) == 1 else "draft models")
@@ -111,12 +130,21 @@ class Reporter:
         for index, report in enumerate(reports):
             if index:
                 terminalreporter.line("")
-            for line in _lines(report, in_full):
-                terminalreporter.line(line)
+            for line in block(
+                report,
+                width=width,
+                brief=verbosity < 0,
+                outcomes=verbosity > 0,
+                notes=verbosity > 0,
+                is_told=lambda result: has_failures and result.status == "failed",
+                again=partial(self._again, config, report.path),
+            ):
+                terminalreporter.line(line.text, **MARKUP.get(line.style, {}))
         for lines in self._tables(reports):
             terminalreporter.line("")
-            for line in lines:
-                terminalreporter.line(line)
+            for text in lines:
+                for part in fitted(text, width):
+                    terminalreporter.line(part)
         for file in self._settings.reports:
             if file in self._unwritten:
                 terminalreporter.line(f"ERROR: the report was not written: {self._unwritten[file]}", red=True)
@@ -127,12 +155,27 @@ class Reporter:
         if reports and os.environ.get("GITHUB_ACTIONS") == "true":
             from pytest_specdecode.report import github
 
-            for line in github.lines(Report(drafts=tuple(reports))):
-                terminalreporter.line(line)
+            for command in github.lines(Report(drafts=tuple(reports))):
+                terminalreporter.line(command)
         if self._no_baseline is not None:
             terminalreporter.line(f"ERROR: the baseline was not written: {self._no_baseline}", red=True)
         elif self._settings.updates_baseline:
             terminalreporter.line(f"baseline: {printable(str(self._settings.baseline))}")
+
+    def _fit_failures(self, config: pytest.Config) -> None:
+        """Have the texts of our failures, which pytest shows before the summary, as wide as this terminal, which workers do not know."""
+        terminal = config.pluginmanager.getplugin("terminalreporter")
+        for report in () if terminal is None else terminal.stats.get("failed", ()):
+            if isinstance(report, pytest.TestReport) and result_of(report) is not None:
+                fit_failure(report, config.get_terminal_writer().fullwidth)
+
+    def _again(self, config: pytest.Config, path: str, result: CheckResult) -> str | None:
+        """The command that runs a failed check of numbers again; what others look at can be read in the files."""
+        item = REGISTRY.get(result.id)
+        id = self._ids.get((path, result.id))
+        if result.status != "failed" or item is None or "tensors" not in item.needs or id is None:
+            return None
+        return command_of(config, self._settings, path, id)
 
     def _tables(self, reports: Sequence[DraftReport]) -> Iterator[Iterator[str]]:
         """Several drafts beside one another; what changed against an older report."""
@@ -175,35 +218,6 @@ class Reporter:
             return load(Checkpoint.open(path))
         except DraftError:
             return None
-
-
-def _lines(report: DraftReport, in_full: bool) -> Iterator[str]:
-    """A draft's block; findings that failed a test stand in full above it, unless --tb=no keeps them from there."""
-    yield message(report.description)
-    yield "  " + ", ".join(f"{number} {status}" for status, number in report.counts().items())
-    unanswered: dict[str, list[str]] = {}
-    for result in sorted(report.results, key=lambda item: -STATUS_ORDER.index(item.status)):
-        if result.is_expected:
-            yield f"  expected failure {result.id}: {message(result.message)} ({message(result.expected)})"
-            continue
-        if result.is_stale:
-            yield f"  stale expected failure {result.id}: it no longer fails; take its line out ({message(result.expected)})"
-        if result.status == "failed" and not (in_full and result.findings):
-            yield f"  error {result.id}: {message(result.message)}"
-        elif result.status == "inconclusive":
-            unanswered.setdefault(result.message, []).append(result.id)
-        elif is_measurement(result) and result.status == "passed":
-            yield f"  {result.id}: {message(result.message)}"
-        for finding in result.findings:
-            if in_full or result.status != "failed":
-                yield from finding_lines(result.id, finding)
-    for reason, ids in unanswered.items():
-        yield f"  inconclusive {_counted(ids)}: {message(reason)}"
-
-
-def _counted(ids: Sequence[str], most: int = 3) -> str:
-    """The ids, or the first of them and how many more there are."""
-    return ", ".join(ids) if len(ids) <= most else f"{', '.join(ids[:most])} and {len(ids) - most} more"
 
 
 def table_of_checks(checks: Iterable[Check]) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from pytest_specdecode.report.compare import SCHEMA, Comparison, OldReport, compare, read_report
 from pytest_specdecode.report.files import SUFFIXES, require_suffix
 from pytest_specdecode.report.model import CheckText, DraftReport, Report, tool_versions
-from pytest_specdecode.report.text import draft_lines, finding_lines
+from pytest_specdecode.report.terminal import draft_lines
+from pytest_specdecode.report.text import finding_lines
 
 __all__ = [
     "SCHEMA",

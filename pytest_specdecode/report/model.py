@@ -15,7 +15,7 @@ from typing import Any
 from pytest_specdecode.findings import STATUS_ORDER, CheckResult, Finding, Status
 from pytest_specdecode.report.compare import SCHEMA, Comparison
 from pytest_specdecode.report.files import write
-from pytest_specdecode.report.text import draft_lines
+from pytest_specdecode.report.terminal import draft_lines
 from pytest_specdecode.spec import DraftSpec
 
 _PACKAGES = ("pytest-specdecode", "pytest", "hypothesis", "torch", "triton", "safetensors", "numpy")

@@ -6,12 +6,13 @@ Names, values and messages come from files that somebody else wrote: they may ho
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_specdecode.errors import printable
-from pytest_specdecode.findings import STATUS_ORDER, CheckResult, Finding
+from pytest_specdecode.findings import CheckResult, Finding
 
 if TYPE_CHECKING:
     from pytest_specdecode.report.compare import Comparison
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 MESSAGE_LIMIT = 2000
 VALUE_LIMIT = 160
 
-_ACCEPTANCE = "acceptance.length"
+#: Letters of a word that is kept whole however narrow the terminal is.
+LONGEST_WORD = 200
+
+#: What a field of a finding starts with; its further lines stand under its value.
+_LABEL = re.compile(r"(?:where|got|due|fix): {1,3}")
 #: Checks whose figures are there for a picture.
 _DRAWN = ("fused-kv.matches-reference", "weights.finite", "target.rope")
 
@@ -39,21 +44,27 @@ def message(text: str) -> str:
     return shown(text, MESSAGE_LIMIT)
 
 
-def draft_lines(draft: DraftReport) -> Iterator[str]:
-    """A draft's results for a terminal: the description, the counts, then every finding and every inconclusive check."""
-    yield message(draft.description)
-    yield "  " + ", ".join(f"{number} {status}" for status, number in draft.counts().items())
-    for result in sorted(draft.results, key=lambda item: -STATUS_ORDER.index(item.status)):
-        if result.findings:
-            yield ""
-            for finding in result.findings:
-                yield from finding_lines(result.id, finding)
-        elif result.status == "inconclusive":
-            yield f"  inconclusive {result.id}: {message(result.message)}"
-        elif is_measurement(result):
-            yield f"  {result.id}: {message(result.message)}"
-        if result.id == _ACCEPTANCE and result.figures:
-            yield from acceptance_lines(result.figures)
+def fitted(line: str, width: int) -> Iterator[str]:
+    """`line` in lines of at most `width` letters, those after the first indented further.
+
+    Words are kept whole, longer ones than `width` too, so that a path or a value can be copied; the words of a text that holds one of more
+    than `LONGEST_WORD` letters are not.
+    """
+    if len(line) <= width:
+        yield line
+        return
+    text = line.lstrip(" ")
+    indent = line[: len(line) - len(text)]
+    label = _LABEL.match(text)
+    head = "" if label is None else label[0]
+    yield from textwrap.wrap(
+        text[len(head) :],
+        max(width, len(indent) + 24),
+        initial_indent=indent + head,
+        subsequent_indent=indent + " " * (len(head) or 2),
+        break_long_words=max(map(len, text.split())) > LONGEST_WORD,
+        break_on_hyphens=False,
+    )
 
 
 def acceptance_lines(
@@ -63,22 +74,21 @@ def acceptance_lines(
 
     Of more recordings than `limit`, the lowest are shown.
     """
-    rates = [f"{at['rate']:.2f} ({at['low']:.2f} to {at['high']:.2f})" for at in figures["served"]["positions"]]
-    yield from textwrap.wrap(
-        f"by position {', '.join(rates)}",
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-    )
-    files = [file for file in figures["files"] if file["served"]["rounds"]]
+    places = figures["served"]["positions"]
+    rates = [f"{at['rate']:.2f} ({at['low']:.2f} to {at['high']:.2f})" for at in places]
+    if rates:
+        yield from fitted(f"{indent}by position {', '.join(rates)}", width)
+    files = [file for file in figures.get("files", ()) if file["served"]["rounds"]]
     if len(files) < 2:
         return
     chosen = sorted(files, key=lambda file: file["served"]["accepted_length"])[:limit] if len(files) > limit else files
     for file in chosen:
         served = file["served"]
         span = f"({served['accepted_length_low']:.2f} to {served['accepted_length_high']:.2f})"
-        yield f"{indent}{shown(file['file'], 40)}: {served['accepted_length']:.2f} {span} over {served['rounds']} rounds"
+        name = shown(file["file"], 40)
+        yield from fitted(
+            f"{indent}{name}: {served['accepted_length']:.2f} {span} over {served['rounds']} rounds", width
+        )
     if len(files) > limit:
         yield f"{indent}and {len(files) - limit} files that were accepted further"
 
@@ -91,15 +101,20 @@ def is_measurement(result: CheckResult) -> bool:
 def finding_lines(id: str, finding: Finding, indent: str = "  ") -> Iterator[str]:
     """A finding for a terminal, in the order: what, where, got and due, what each engine does, how to mend it."""
     yield f"{indent}{finding.severity} {id}: {message(finding.message)}"
-    fields: list[tuple[str, object]] = [("where", finding.where or None), ("got", finding.got), ("due", finding.due)]
-    for label, value in fields:
+    yield from field_lines(finding, f"{indent}  ")
+
+
+def field_lines(finding: Finding, indent: str, fields: bool = True, outcomes: bool = True) -> Iterator[str]:
+    """What a finding holds besides its message: its fields, and what each engine does where that is known."""
+    rows: list[tuple[str, object]] = [("where", finding.where or None), ("got", finding.got), ("due", finding.due)]
+    for label, value in rows if fields else ():
         if value is not None:
-            yield f"{indent}  {label + ':':<7}{shown(value)}"
-    for name, outcome in finding.outcomes.items():
+            yield f"{indent}{label + ':':<7}{shown(value)}"
+    for name, outcome in finding.outcomes.items() if outcomes else ():
         if outcome.outcome != "unknown":
-            yield f"{indent}  {name}: {outcome.outcome}{': ' + message(outcome.message) if outcome.message else ''}"
-    if finding.fix:
-        yield f"{indent}  fix:   {message(finding.fix)}"
+            yield f"{indent}{name}: {outcome.outcome}{': ' + message(outcome.message) if outcome.message else ''}"
+    if fields and finding.fix:
+        yield f"{indent}fix:   {message(finding.fix)}"
 
 
 def overview(drafts: Sequence[DraftReport], name_limit: int = 24) -> list[list[str]]:

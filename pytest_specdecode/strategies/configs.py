@@ -195,6 +195,7 @@ def layer_configs(
     hidden_size: ValueOr[int] | None = None,
     rope_theta: ValueOr[float] | None = None,
     rope_scaling: ValueOr[Mapping[str, Any]] | None = None,
+    is_neox_style: ValueOr[bool] = True,
     max_position_embeddings: ValueOr[int] | None = None,
     dtype: ValueOr[str] | None = None,
     bias: ValueOr[bool] | None = None,
@@ -209,7 +210,7 @@ def layer_configs(
         LayerConfig(num_heads=4, num_kv_heads=2, head_dim=80, hidden_size=16, rotary_dim=40, dtype='bfloat16', bias=True)
 
     Guarantee: any number of layers with one such configuration is a stack that FusedKV serves: `num_kv_heads` divides `num_heads`;
-    `rotary_dim` is even, above 0 and at most `head_dim`; neox style; K normed per head; V as wide as K; nothing quantised.
+    `rotary_dim` is even, above 0 and at most `head_dim`; K normed per head; V as wide as K; nothing quantised.
 
     Requirement: arguments that are strategies must not draw what contradicts another argument.
 
@@ -224,6 +225,7 @@ def layer_configs(
         rope_theta: drawn: 1e4, 5e5, 1e6, 1e7.
         rope_scaling: fields with `rope_type`, empty for none; drawn: none, linear, llama3, yarn, and dynamic where more than 2 lanes
             rotate.
+        is_neox_style: rotate-half, or interleaved pairs where it is False, which not every path serves; `st.booleans()` for both.
         max_position_embeddings: drawn: 64 or 300; a table starts with at most 256 rows, so that with 300 it has to grow.
         dtype: `float32`, `float16` or `bfloat16`.
         bias: of the qkv projection.
@@ -247,6 +249,7 @@ def layer_configs(
         hidden_size=argument("hidden_size", hidden_size, st.sampled_from(HIDDEN_SIZES), positive),
         rope_theta=argument("rope_theta", rope_theta, st.sampled_from(ROPE_THETAS), number),
         rope_scaling=argument("rope_scaling", rope_scaling, unset, mapping),
+        is_neox_style=argument("is_neox_style", is_neox_style, st.just(True), boolean),
         max_position_embeddings=argument(
             "max_position_embeddings", max_position_embeddings, st.sampled_from(MAX_POSITIONS), positive
         ),

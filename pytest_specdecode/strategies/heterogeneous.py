@@ -95,7 +95,7 @@ def heterogeneous_stacks(
 
     Guarantee: `broken.stack.build(FusedKV)` raises a FusedKVError with this `axis`, `layer`, `expected` and `got`; for a soft axis it
     succeeds. Any layer may be the odd one, layer 0 included. Each of the layers alone could be served, except where the axis says that it
-    cannot: interleaved RoPE, no K norm, quantised weights, a V of another width.
+    cannot: no K norm, quantised weights, a V of another width.
 
     Requirement: a `config` of the caller's must be one that `layer_configs` could draw, and leave room to differ: with 2 or 3 lanes in a
     head no other `rotary_dim` is possible.
@@ -323,7 +323,7 @@ _CHANGES: dict[str, Callable[[LayerConfig], Changes]] = {
     "num-kv-heads": _other_kv_heads,
     "head-dim": _other_head_dims,
     "rotary-dim": _other_rotary_dims,
-    "rope-style": others("is_neox_style", (False,)),
+    "rope-style": others("is_neox_style", (True, False)),
     "k-norm": _other_k_norms,
     "v-head-dim": _other_v_head_dims,
     "value-scale": others("value_scale", VALUE_SCALES),

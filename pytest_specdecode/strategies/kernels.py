@@ -152,6 +152,7 @@ class KernelInput(StackInput):
             "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
             "rotary_dim": config.rotary_dim,
+            "is_neox_style": config.is_neox_style,
             "value_scale": config.value_scale,
             "block_rows": self.block_rows,
         }
@@ -185,7 +186,7 @@ def kernel_inputs(
     Shrinks as its stack does; then towards zeros, the fewest tokens, positions 0, contiguous tensors, the launcher's own block, seed 0.
 
     Args:
-        stack: drawn: any of `homogeneous_stacks`.
+        stack: drawn: any of `homogeneous_stacks`, which says how interleaved pairs are had.
         min_tokens, max_tokens: bounds of T.
         positions: kind of positions, one of `POSITION_KINDS`.
         positions_dtype: `int64` or `int32`.

@@ -197,7 +197,8 @@ def homogeneous_stacks(
 
     Args:
         min_layers, max_layers: bounds of the number of layers.
-        config: of every layer, but for `norm_eps`; drawn: any of `layer_configs`.
+        config: of every layer, but for `norm_eps`; drawn: any of `layer_configs`, so rotate-half; for paths that serve interleaved pairs
+            too, `layer_configs(is_neox_style=st.booleans())`.
         norm_eps: of each layer, drawn anew for each.
         weights, norms: kinds of numbers, see `KINDS` and `Stack`.
         seed: of all numbers.

@@ -8,6 +8,7 @@ sees; a draft whose layers differ and which a class serves wrong, reported as fi
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,13 @@ def test_wrong_numbers_on_layers_that_agree_fail(dflash: Path) -> None:
     result = _found(dflash, Late, MATCHES)
     assert result.status == "failed"
     assert "serves this draft's layers wrong: layer 0: K is off by up to" in result.message
+    # The element, what eager code makes of it, and how far off it might be.
+    assert re.search(
+        r"; layer 0's K: \d+ of \d+ elements are too far off, worst at token=\d head=\d dim=\d+: got \S+, due \S+, error \S+, eager's "
+        r"there \S+ and at most \S+, bound \S+$",
+        result.message,
+    )
+    assert isinstance(result.findings[0].got, float)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ No good checkpoint makes these fail, since both sides of each comparison are our
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,13 @@ def test_incremental_fails_when_steps_forget_their_positions(
     broken = _run("layers.incremental", family, tmp_path)
     assert broken.status == "failed"
     assert broken.findings[0].got > 1e-3
+    # The first steps are right, so that the worst element is of a later one.
+    found = re.fullmatch(
+        r"step by step differs from one prefill: at (?:batch=0 )?token=(\d+) lane=\d+ got \S+, due \S+, \S+ of the largest value apart",
+        broken.message,
+    )
+    assert found is not None, broken.message
+    assert int(found[1]) > 0
 
 
 def test_mla_absorbed_fails_when_the_value_half_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +107,12 @@ def test_matches_reference_fails_on_a_wrong_kernel(fault: str, tmp_path: Path, m
     monkeypatch.setattr(fused_path, "fused_norm_rope", wrong)
     result = _run("fused-kv.matches-reference", "dflash", tmp_path)
     assert result.status == "failed"
-    assert ("V" if fault.startswith("v") else "K") in result.message
+    name = "V" if fault.startswith("v") else "K"
+    (finding,) = result.findings
+    assert finding.message.startswith(f"{name}: ")
+    assert re.fullmatch(rf"fused {name}: layer=\d token=\d( head=\d dim=\d+| head=\d)?", finding.where)
+    assert isinstance(finding.got, float)
+    assert isinstance(finding.due, float)
 
 
 def test_matches_reference_says_what_it_measured(tmp_path: Path) -> None:

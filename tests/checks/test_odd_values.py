@@ -23,9 +23,10 @@ from pytest_specdecode.checks.fused_kv import no_stack
 from pytest_specdecode.checks.registry import REGISTRY
 from pytest_specdecode.families import FAMILIES
 from pytest_specdecode.findings import CheckResult, Finding
-from pytest_specdecode.plugin.reporting import _lines, table_of_checks
+from pytest_specdecode.plugin.reporting import table_of_checks
 from pytest_specdecode.plugin.results import failure_text
 from pytest_specdecode.report import DraftReport
+from pytest_specdecode.report.terminal import block
 
 #: As large as JSON's 1e400 would be; Python shows no more than 4300 digits of a number.
 BIG = 10**400
@@ -259,7 +260,7 @@ def test_codes_of_a_terminal_do_not_reach_the_summary() -> None:
         for expected in ("", raw)
     )
     report = DraftReport(path="x", name="x", description=raw, family=None, packaging=None, spec=None, results=results)
-    for in_full in (True, False):
-        lines = list(_lines(report, in_full))
+    for brief in (True, False):
+        lines = [line.text for line in block(report, brief=brief, notes=True, is_told=lambda result, told=brief: told)]
         assert len(lines) > 4
         assert all(line.isprintable() for line in lines)

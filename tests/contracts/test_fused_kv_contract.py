@@ -262,6 +262,41 @@ def not_noticing(which):
     return NotNoticing
 
 
+class LastSlotForNone(Eager):
+    """Of pools, -1 is taken for the last slot, as Python has it."""
+
+    def materialize_into(self, ctx_hidden, positions, slot_mapping, k_caches, v_caches):
+        if k_caches[0].ndim == 3 and (slot_mapping < 0).sum() == 1:
+            slot_mapping = slot_mapping % len(k_caches[0])
+            slot_mapping[slot_mapping == 11] = torch.tensor([11, 10])[: (slot_mapping == 11).sum()]
+        super().materialize_into(ctx_hidden, positions, slot_mapping, k_caches, v_caches)
+
+
+class TouchesANeighbour(Eager):
+    """Of blocks, a slot that no token has."""
+
+    def materialize_into(self, ctx_hidden, positions, slot_mapping, k_caches, v_caches):
+        super().materialize_into(ctx_hidden, positions, slot_mapping, k_caches, v_caches)
+        if v_caches[0].ndim == 4 and 11 not in slot_mapping.tolist():
+            v_caches[1][2, 3, 0, 5] = 1.0
+
+
+class MapsByToken(Eager):
+    """Tokens follow each other whatever the mapping says."""
+
+    def materialize_into(self, ctx_hidden, positions, slot_mapping, k_caches, v_caches):
+        order = torch.arange(len(slot_mapping), device=slot_mapping.device)
+        slot_mapping = torch.where(slot_mapping < 0, slot_mapping, order)
+        super().materialize_into(ctx_hidden, positions, slot_mapping, k_caches, v_caches)
+
+
+class LayersSwapped(Eager):
+    """Right when handed over; the last layer's cache is given the first's."""
+
+    def materialize_into(self, ctx_hidden, positions, slot_mapping, k_caches, v_caches):
+        super().materialize_into(ctx_hidden, positions, slot_mapping, k_caches, [*v_caches[1:], v_caches[0]])
+
+
 def same(positions, value=None):
     return positions.eq(positions[0] if value is None else value).all() and len(positions) == 5
 
@@ -287,6 +322,7 @@ BROKEN = {
     "scaled-rope": wrong_where(lambda path, ctx, positions: path.facts[0].rope_scaling != ()),
     "growing-table": wrong_where(lambda path, ctx, positions: positions.max() >= 256),
     "epsilon-per-layer": OneEpsilon,
+    "interleaved-pairs": wrong_where(lambda path, ctx, positions: not path.is_neox_style),
     "rounding-float16": rounding_in(torch.float16),
     "rounding-bfloat16": rounding_in(torch.bfloat16),
     "v-exact": LastBit,
@@ -309,6 +345,8 @@ BROKEN = {
     "callback-order": Backwards,
     "bounds": Peeks,
     "no-element-unwritten": LeavesALane,
+    "caches-by-slot": LastSlotForNone,
+    "caches-by-block": TouchesANeighbour,
     "far-offsets": Narrow,
     "workspace-growth": Grown,
     "workspace-reuse": Stale,
@@ -423,6 +461,27 @@ def test_an_error_of_any_kind_is_no_refusal_of_a_position(tmp_path):
     found = failing(contract(NeedsToGrow), tmp_path, tests=("test_out_of_range",))
     assert list(found) == ["negative-position", "position-past-the-table"]
     assert "cannot grow, positions [0, 7, 39] are not served: AttributeError" in found["negative-position"]
+
+
+def test_what_is_wrong_in_the_caches_alone_is_found(tmp_path):
+    found = failing(contract(LayersSwapped), tmp_path)
+    assert list(found) == ["caches-by-slot", "caches-by-block"]
+    assert "V: " in found["caches-by-slot"]
+    found = failing(contract(TouchesANeighbour), tmp_path, tests=("test_caches",))
+    assert "slot 11 of layer 1's V cache is no token's, and was written to" in found["caches-by-block"]
+    with pytest.raises(AssertionError, match="cache is no token's"):
+        contract(MapsByToken)().test_caches_any(rest="caches")
+
+
+def test_a_subject_that_hands_over_alone_is_not_asked_about_caches():
+    with pytest.raises(pytest.skip.Exception, match="has no materialize_into"):
+        contract(lambda *_: Silent())().test_caches(layout="slots")
+
+
+def test_pairs_that_are_turned_as_halves_are_found_by_drawing():
+    broken = wrong_where(lambda path, ctx, positions: not path.is_neox_style)
+    with pytest.raises(AssertionError, match="K: "):
+        contract(broken)().test_serves_any(rest="plain")
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -136,6 +136,7 @@ VLLM_GAPS = {
     "rope-theta-argument": _TABLE,
     "rope-scaling-argument": _TABLE,
     "partial-rotary": _WHOLE,
+    "interleaved-pairs": _TABLE,
     "head-of-80": f"{_WHOLE}, and here 40 lanes of 80 are",
     "bias-everywhere": _NO_BIAS,
     "gemma-norm-everywhere": _AS_STORED,

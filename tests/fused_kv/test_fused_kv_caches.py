@@ -10,7 +10,10 @@ Caches are poisoned before the launch and lie between bands, so what was touched
 
 from __future__ import annotations
 
+import re
+from itertools import product
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -22,7 +25,9 @@ from harness import Case, draw, eager, load_source, truth
 from pytest_specdecode.errors import InputError, StackMismatchError
 from pytest_specdecode.fused_kv import FusedKV, fused_norm_rope, fused_norm_rope_into
 from pytest_specdecode.fused_kv import kernel as kernel_module
+from pytest_specdecode.fused_kv.caches import _share
 from pytest_specdecode.fused_kv.kernel import fp8_bits
+from pytest_specdecode.fused_kv.path import _eager_norm_rope_into
 from pytest_specdecode.fused_kv.tiles import Tile
 from pytest_specdecode.launch import launch
 from pytest_specdecode.memory import Banded, KernelMemoryError, banded, guarded, still_poison
@@ -288,13 +293,21 @@ def test_no_tokens_touch_nothing():
     )
 
 
+def test_the_example_of_the_page_runs(capsys):
+    page = Path(__file__).parents[2] / "docs" / "fused-kv.md"
+    block, *_ = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert "materialize_into" in block
+    exec(compile(block, str(page), "exec"), {})
+    assert capsys.readouterr().out.startswith("0 torch.Size([3, 2, 16])")
+
+
 # What is refused.
 def arguments(**changes):
     case = draw()
-    caches = [torch.zeros(12, 2, 64) for _ in range(2)]
+    k_caches, v_caches = pair(12, 2, 64), pair(12, 2, 64)
     named = {
         "kv": case.kv, "positions": case.positions, "k_norm_weight": case.weight, "eps": case.eps,
-        "cos_sin_cache": case.table, "slot_mapping": torch.arange(3), "k_caches": caches, "v_caches": caches,
+        "cos_sin_cache": case.table, "slot_mapping": torch.arange(3), "k_caches": k_caches, "v_caches": v_caches,
         "num_kv_heads": 2, "head_dim": 64, "rotary_dim": 64,
     }  # fmt: skip
     return {**named, **changes}
@@ -322,7 +335,110 @@ REFUSED = [
     ({"v_caches": pair(14, 2, 64)}, StackMismatchError, "slots of the K caches, 12, got 14"),
     ({"v_caches": pair(12, 2, 64, dtype=torch.float8_e5m2)}, StackMismatchError, "dtype of the K caches"),
     ({"k_scale": 0.5}, InputError, "k_scale is for fp8"),
+    ({"slot_mapping": [0, 1, 2]}, InputError, "slot_mapping .* got list"),
+    ({"k_caches": None}, StackMismatchError, "one cache per layer, got NoneType"),
+    ({"k_caches": [None, None]}, StackMismatchError, "a tensor, got NoneType at layer 0"),
+    (
+        {
+            "k_caches": pair(12, 2, 64, dtype=torch.uint8),
+            "v_caches": pair(12, 2, 64, dtype=torch.uint8),
+            "cache_dtype": torch.float32,
+        },
+        StackMismatchError,
+        "a cache_dtype of .*float8_e4m3fn",
+    ),
+    (
+        {
+            "k_caches": [each[:, 0] for each in pair(2, 2, 6, 2, 64)],
+            "v_caches": [each[:, 0] for each in pair(3, 2, 4, 2, 64)],
+        },
+        StackMismatchError,
+        "block size of the K caches, 6, got 4",
+    ),
 ]
+
+POOL = torch.zeros(2 * 2 * 3 * 4 * 2 * 64)
+
+
+def pooled(start):
+    """Three blocks of four slots, 1,024 elements from block to block, somewhere in one pool."""
+    return POOL.as_strided((3, 4, 2, 64), (1024, 128, 64, 1), start)
+
+
+#: Caches that share memory, and which is named.
+SHARED = {
+    "one cache for two layers": ({"k_caches": [POOL[:1536].view(12, 2, 64)] * 2}, r"k_caches\[1\]"),
+    "one slot for all": ({"k_caches": [torch.zeros(1, 2, 64).expand(12, 2, 64) for _ in range(2)]}, r"k_caches\[0\]"),
+    "slots that overlap": (
+        {"k_caches": [torch.zeros(1600).as_strided((12, 2, 64), (128, 32, 1)) for _ in range(2)]},
+        r"k_caches\[0\].* apart",
+    ),
+    "V of another layout begins too early": (
+        {
+            "k_caches": [pooled(0), pooled(3072)],
+            "v_caches": [POOL.as_strided((3, 4, 2, 64), (1024, 64, 256, 1), at) for at in (512, 3072 + 448)],
+        },
+        r"v_caches\[1\].* some of k_caches\[1\]",
+    ),
+    "V begins one slot too early": (
+        {"k_caches": [pooled(0), pooled(3072)], "v_caches": [pooled(512), pooled(3072 + 384)]},
+        r"v_caches\[1\].* some of k_caches\[1\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("into", ["kernel", "eager"])
+@pytest.mark.parametrize("which", SHARED)
+def test_caches_that_share_memory_are_refused(which, into):
+    changes, text = SHARED[which]
+    named = arguments(**changes)
+    run, options = fused_norm_rope_into, {}
+    if into == "eager":
+        options = {"is_neox_style": True, "value_scale": 1.0, "k_scale": None, "v_scale": None, "cache_dtype": None}
+        run = _eager_norm_rope_into
+    with pytest.raises(StackMismatchError, match=text):
+        run(**named, **options)
+
+
+def test_caches_interleaved_in_one_pool_are_apart():
+    """K and V of a page side by side, all layers' pages in one block: reaches meet, elements do not."""
+    pool = torch.zeros(3, 2, 2, 4, 2, 64)
+    k_caches, v_caches = ([pool[:, layer, part] for layer in range(2)] for part in range(2))
+    fused_norm_rope_into(**arguments(k_caches=k_caches, v_caches=v_caches, slot_mapping=torch.tensor([0, 5, 11])))
+    assert (pool != 0).any(-1).any(-1).sum() == 2 * 2 * 3
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whether_two_tensors_share_an_element(seed):
+    random = Random(seed)
+
+    def view():
+        """Some strided view, its dimensions in any order, each stride beyond the reach of those within; and its elements."""
+        extents, span = [], 1
+        for _ in range(3):
+            size, step = random.randint(2, 4), span + random.choice((0, 0, 1, 5))
+            extents.append((step, size))
+            span += (size - 1) * step
+        counts = product(*(range(size) for _, size in extents))
+        return tuple(extents), {sum(n * step for n, (step, _) in zip(at, extents, strict=True)) for at in counts}
+
+    for _ in range(20):
+        (here, mine), (there, theirs) = view(), view()
+        for distance in range(0, max(mine) + 2, 3):
+            assert _share(distance, here, there) == bool(mine & {distance + each for each in theirs})
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_k_at_one_stride_and_v_in_blocks_that_lie_apart(swapped):
+    case_of = {"slot_mapping": torch.tensor([7, -1, 4])}
+    plain, apart = pair(12, 2, 64), [each[:, 1] for each in pair(3, 2, 4, 2, 64)]
+    k_caches, v_caches = (apart, plain) if swapped else (plain, apart)
+    fused_norm_rope_into(**arguments(k_caches=k_caches, v_caches=v_caches, **case_of))
+    due_k, due_v = pair(12, 2, 64), pair(12, 2, 64)
+    fused_norm_rope_into(**arguments(k_caches=due_k, v_caches=due_v, **case_of))
+    for caches, due in ((k_caches, due_k), (v_caches, due_v)):
+        for cache, expected in zip(caches, due, strict=True):
+            assert torch.equal(cache.reshape(12, 2, 64), expected)
 
 
 @pytest.mark.parametrize(("changes", "error", "text"), REFUSED, ids=[text for _, _, text in REFUSED])
@@ -331,24 +447,23 @@ def test_what_does_not_fit_is_refused(changes, error, text):
         fused_norm_rope_into(**arguments(**changes))
 
 
-@pytest.mark.parametrize("scale", [[1.0], [1.0, 0.0], [1.0, float("nan")], -1.0], ids=str)
+@pytest.mark.parametrize("scale", [[1.0], [1.0, 0.0], [1.0, float("nan")], [1.0, 1e-40], -1.0], ids=str)
 def test_scales_that_scale_nothing_are_refused(scale):
-    caches = pair(12, 2, 64, dtype=torch.float8_e4m3fn)
+    k_caches, v_caches = (pair(12, 2, 64, dtype=torch.float8_e4m3fn) for _ in range(2))
     with pytest.raises(InputError, match="v_scale"):
-        fused_norm_rope_into(**arguments(k_caches=caches, v_caches=caches, v_scale=scale))
+        fused_norm_rope_into(**arguments(k_caches=k_caches, v_caches=v_caches, v_scale=scale))
 
 
-def test_the_guard_knows_the_caches(monkeypatch):
-    """A slot that no check stopped is seen where it is written, in the cache that it leaves."""
+@pytest.mark.parametrize("block_rows", [2, None], ids=["one item", "all items"])
+def test_the_guard_knows_the_caches(block_rows, monkeypatch):
+    """A slot that no check stopped is seen where it is written, in the cache that it leaves, though it is exactly another cache's."""
     monkeypatch.setattr(kernel_module, "checked_slots", lambda slots, *_: slots)
-    with guarded(), pytest.raises(KernelMemoryError, match=r"k_caches\[0\]") as caught:
+    k_caches = list(torch.zeros(2, 12, 2, 64))
+    with guarded(), pytest.raises(KernelMemoryError, match=r"k_caches\[0\]\[12, 0, 0\]") as caught:
         fused_norm_rope_into(
-            **arguments(
-                slot_mapping=torch.tensor([12, 0, 1]), kv=torch.zeros(3, 1, 256), k_norm_weight=torch.ones(1, 64),
-                eps=torch.zeros(1), k_caches=[torch.zeros(12, 2, 64)], v_caches=[torch.zeros(12, 2, 64)], block_rows=2,
-            )
-        )  # fmt: skip
-    assert caught.value.kind == "store"
+            **arguments(slot_mapping=torch.tensor([12, -1, 11]), k_caches=k_caches, block_rows=block_rows)
+        )
+    assert (caught.value.kind, caught.value.tensor) == ("store", "k_caches[0]")
 
 
 # The same comparison catches a slip in the code of the caches.

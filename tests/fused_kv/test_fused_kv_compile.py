@@ -20,6 +20,7 @@ if not hasattr(triton.runtime.driver, "_active"):
 
 import compile_gate
 from compile_gate import Shape, beyond_limits, measured, worse_than
+from gpu_code import loads_from
 
 BUDGETS = json.loads(compile_gate.BUDGET.read_text(encoding="utf-8"))
 
@@ -42,6 +43,7 @@ def test_a_kernel_keeps_its_limits_and_its_budget(target, shape):
         except RuntimeError as error:
             pytest.skip(f"this triton cannot compile for {target}: {error}")
     numbers = measured(shape, target)
+    assert target == "gfx942" or sum(numbers["kv_loads"].values()) > 0
     assert list(beyond_limits(shape, target, numbers)) == []
     if triton.__version__ in BUDGETS:
         assert list(worse_than(BUDGETS[triton.__version__][target][str(shape)], numbers)) == []
@@ -73,6 +75,7 @@ GOOD = {
     "stores": {"16": 8},
     "fused_multiply_adds": 0,
     "instructions": 660,
+    "kv_loads": {"16": 8},
 }
 
 
@@ -103,6 +106,8 @@ def test_a_regression_names_the_number_that_moved(change, text):
         ({"store_bytes": 768.0}, "store_bytes 768, due 512"),
         ({"stores": {"8": 16}}, "stores {'8': 16}, due 128 bits each"),
         ({"loads": {"8": 20, "16": 2}}, "128-bit loads bring 128 bytes a row, due at least 512 for K and V"),
+        ({"kv_loads": {"8": 4, "16": 6}}, "kv_loads {'8': 4, '16': 6}, due {'16': 8}: K and V once, 128 bits each"),
+        ({"kv_loads": {"16": 9}}, "kv_loads {'16': 9}, due {'16': 8}"),
         ({"fused_multiply_adds": 3}, "fused_multiply_adds 3, due 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -111,6 +116,32 @@ def test_what_is_beyond_a_limit_is_named_too(change, text):
     shape = Shape(heads=4)
     (found,) = beyond_limits(shape, "sm_90", {**GOOD, **change})
     assert found.startswith(f"sm_90 {shape}: {text}")
+
+
+PTX = """
+	ld.param.b64 	%rd1, [_kernel_param_0];
+	ld.param.b64 	%rd2, [_kernel_param_1];
+	mul.wide.s32 	%rd3, %r1, 2;
+	add.s64 	%rd4, %rd1, %rd3;
+	mad.wide.s32 	%rd5, %r1, 8, %rd2;
+	// begin inline asm
+	mov.u64 %rd6, 0x0;
+	@%p1 ld.global.L1::evict_last.b64 { %rd6 }, [ %rd5 + 0 ]; // of the second
+	// end inline asm
+	add.s64 	%rd7, %rd4, %rd6;
+	@%p1 ld.global.v4.b32 { %r2, %r3, %r4, %r5 }, [ %rd7 + 16 ];
+	@!%p1 ld.global.b16 { %rs1 }, [ %rd4 + 0 ];
+	cvt.u64.u16 %rd8, %rs1;
+	ld.global.b32 %r6, [%rd8];
+	@%p1 st.global.v4.b32 [ %rd4 + 0 ], { %r2, %r3, %r4, %r5 };
+"""
+
+
+def test_loads_are_counted_by_the_argument_that_their_address_begins_at():
+    # An offset that was loaded from elsewhere, %rd6, and a number that was loaded through it, %rs1, are not its address.
+    assert loads_from(PTX, 0) == {2: 1, 16: 1}
+    assert loads_from(PTX, 1) == {8: 1}
+    assert loads_from(PTX, 2) == {}
 
 
 def test_the_floors_are_the_sums_of_what_a_row_needs():

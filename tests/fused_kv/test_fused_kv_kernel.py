@@ -36,7 +36,7 @@ def test_matches_the_truth(head_dim, rotary_dim, dtype):
     check(draw(head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype))
 
 
-@pytest.mark.parametrize("block_rows", [1, 2, 4, 64])
+@pytest.mark.parametrize("block_rows", [1, 2, 4, 8, 16, 64])
 @pytest.mark.parametrize("tokens", [1, 3, 5])
 def test_rows_that_do_not_fill_the_last_program(tokens, block_rows):
     check(draw(tokens=tokens, heads=3, head_dim=24, rotary_dim=10), block_rows=block_rows)

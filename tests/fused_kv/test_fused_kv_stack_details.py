@@ -28,6 +28,7 @@ from pytest_specdecode.fused_kv.stack import (
     quantization_of,
     rope_facts,
     table_mismatches,
+    validate,
     value_scale_of,
 )
 
@@ -50,6 +51,21 @@ def said(fault):
 def test_the_style_of_the_shared_rope_is_said_in_full():
     (fault,) = faults([LayerFacts()], is_neox_style=False, interleaved=False)
     assert said(fault) == ("rope-style", True, False, None)
+
+
+def test_interleaved_pairs_are_served_unless_the_path_cannot():
+    """By default they are; a path that cannot says so before all else, and of layers by halves alone it says nothing."""
+    pairs = [LayerFacts(is_neox_style=False)] * 2
+    assert faults(pairs, is_neox_style=False) == []
+    validate(pairs, **{**SHARED, "is_neox_style": False})
+    for style, said_so in ((False, True), (True, False), (None, False)):
+        found = [
+            fault for fault in faults([LayerFacts()], is_neox_style=style, interleaved=False) if fault.layer is None
+        ]
+        assert bool(found) is said_so
+    assert faults([LayerFacts()], is_neox_style=True, interleaved=False) == []
+    with pytest.raises(StackUnsupportedError, match="Only neox-style"):
+        validate(pairs, **{**SHARED, "is_neox_style": False}, interleaved=False)
 
 
 def test_no_layers_is_the_only_fault_then():

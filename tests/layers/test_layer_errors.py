@@ -60,6 +60,7 @@ CASES = {
         lambda: Linear(zeros(2, 3).long(), name="w"), LayerBuildError, "w", "int64", COMPUTED,
     ),
     "a weight that is no matrix": (lambda: Linear(zeros(2, 3, 4), name="w"), LayerBuildError, "w", (2, 3, 4), "[out, in]"),
+    "a weight without a name": (lambda: Linear(zeros(2)), LayerBuildError, "weight", (2,), "[out, in]"),
     "a weight that is a vector": (lambda: Linear(zeros(2), name="w"), LayerBuildError, "w", (2,), "[out, in]"),
     "a bias of another length": (lambda: Linear(zeros(2, 3), zeros(3), name="w"), LayerBuildError, "w", (3,), (2,)),
     "a bias of integers": (
@@ -296,7 +297,7 @@ def test_what_prints_a_norm():
 def test_what_a_layer_of_shared_rows_cannot_be_built_of(fields, stage, key, got, gqa_spec):
     spec = replace(gqa_spec(num_kv_heads=1), **fields)
     with pytest.raises(LayerBuildError) as caught:
-        SharedRowAttention(spec, {}, **{"q_lora_rank": 3, "o_lora_rank": 3, "o_groups": 2, **stage})
+        SharedRowAttention(spec, {}, **{"q_lora_rank": 3, "o_lora_rank": 3, "o_groups": 2, "norm_eps": 1e-6, **stage})
     assert (caught.value.key, caught.value.got) == (key, got)
 
 
@@ -304,7 +305,7 @@ def test_shared_rows_whose_rotating_lanes_are_not_known(gqa_spec):
     spec = gqa_spec(num_kv_heads=1)
     spec = replace(spec, rope=replace(spec.rope, rotary_dim=None))
     with pytest.raises(LayerBuildError) as caught:
-        SharedRowAttention(spec, {}, q_lora_rank=3, o_lora_rank=3, o_groups=2)
+        SharedRowAttention(spec, {}, q_lora_rank=3, o_lora_rank=3, o_groups=2, norm_eps=1e-6)
     assert caught.value.key == "qk_rope_head_dim"
 
 
@@ -316,13 +317,13 @@ def test_shared_rows_at_their_limits(heads, rope, head_dim, gqa_spec, draw):
         "kv_norm.weight": (head_dim,), "wo_a.weight": (2 * 5, 2 * head_dim), "wo_b.weight": (8, 10), "attn_sink": (4,),
     }  # fmt: skip
     tensors = {name: draw(*shape) for name, shape in shapes.items()}
-    layer = SharedRowAttention(spec, tensors, q_lora_rank=3, o_lora_rank=5, o_groups=2)
+    layer = SharedRowAttention(spec, tensors, q_lora_rank=3, o_lora_rank=5, o_groups=2, norm_eps=1e-6)
     assert layer(draw(2, 10), torch.arange(2)).shape == (2, 8)
     for name in shapes:
         with pytest.raises(LayerBuildError) as caught:
             SharedRowAttention(
                 spec, {each: value for each, value in tensors.items() if each != name},
-                q_lora_rank=3, o_lora_rank=5, o_groups=2,
+                q_lora_rank=3, o_lora_rank=5, o_groups=2, norm_eps=1e-6,
             )  # fmt: skip
         assert caught.value.key == name
         module = getattr(layer, name.removesuffix(".weight"))
@@ -460,7 +461,7 @@ def shared_rows(spec, draw):
         "wo_a.weight": (10, 12), "wo_b.weight": (8, 10), "attn_sink": (4,),
     }  # fmt: skip
     tensors = {name: draw(*shape) for name, shape in shapes.items()}
-    return SharedRowAttention(spec, tensors, q_lora_rank=3, o_lora_rank=5, o_groups=2)
+    return SharedRowAttention(spec, tensors, q_lora_rank=3, o_lora_rank=5, o_groups=2, norm_eps=1e-6)
 
 
 def test_positions_of_another_count_are_refused_by_each_entrance(gqa_spec, gqa_tensors, draw):

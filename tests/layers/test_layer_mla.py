@@ -114,6 +114,13 @@ def test_each_form_really_runs(mla_spec: Specs, mla_tensors: Tensors, draw: Draw
     assert torch.equal(layer(x, torch.arange(6), absorbed=True), absorbed)
 
 
+def test_each_form_looks_back_only_unless_it_is_told(mla_spec: Specs, mla_tensors: Tensors, draw: Draw) -> None:
+    layer, x = MLAAttention(mla_spec(), mla_tensors(mla_spec())), draw(6, 12)
+    for form in (layer.forward_naive, layer.forward_absorbed, layer):
+        assert torch.equal(form(x, torch.arange(6)), form(x, torch.arange(6), causal=True))
+        assert not torch.equal(form(x, torch.arange(6)), form(x, torch.arange(6), causal=False))
+
+
 def test_interleaved_and_neox_differ(mla_spec: Specs, mla_tensors: Tensors, draw: Draw) -> None:
     spec = mla_spec()
     tensors, x = mla_tensors(spec), draw(5, 12)

@@ -21,7 +21,8 @@ Run = Callable[..., pytest.RunResult]
 
 @pytest.fixture(autouse=True)
 def _on_a_desk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pytest writes longer summaries where it believes to be in CI, and these tests count lines."""
+    """Pytest writes longer summaries where it believes to be in CI, and these tests count lines; what breaks them has tests of its own."""
+    monkeypatch.setenv("COLUMNS", "240")
     for name in (
         "CI",
         "BUILD_NUMBER",

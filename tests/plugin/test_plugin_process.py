@@ -34,7 +34,8 @@ def test_two_workers_run_report_and_summarise_as_one(pytester: pytest.Pytester, 
             "*= draft models =*",
             "copied: dflash (plain), *",
             "  1 failed, 1 inconclusive, * passed",
-            "  error rope.theta-stated: rope_theta is not stated",
+            "  Served wrong, in silence:",
+            "    rope.theta-stated (sglang, vllm): rope_theta is not stated",
         ]
     )
     result.stdout.fnmatch_lines_random(["*SKIPPED*copied-rope.theta-agrees*"])

@@ -143,25 +143,6 @@ def test_results_are_found_by_id_and_findings_errors_first() -> None:
 # --- terminal ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_finding_reads_what_where_got_due_engines_fix() -> None:
-    lines = list(draft_lines(draft(PASSED, FAILED, INCONCLUSIVE)))
-    assert lines == [
-        "x: eagle3",
-        "  1 failed, 1 inconclusive, 1 passed",
-        "",
-        "  error weights.unexpected: x is no tensor of this draft",
-        "    where: x",
-        '    got:   ["x"]',
-        "    due:   only tensors that the configuration calls for",
-        "    sglang: serves wrong: weights are dropped",
-        "    vllm: stops: There is no module or parameter named 'x'",
-        "    fix:   leave it out",
-        "  warning weights.unexpected: pickles lie beside the weights",
-        "  inconclusive weights.finite: no weights lie beside config.json",
-    ]
-    assert str(Report(drafts=(draft(PASSED),))) == "x: eagle3\n  1 passed"
-
-
 EVIL = "\x1b[31mred\x07\r\nline two\u202e\udc80"
 
 

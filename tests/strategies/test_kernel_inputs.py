@@ -29,6 +29,7 @@ from pytest_specdecode.strategies import (
     Stack,
     homogeneous_stacks,
     kernel_inputs,
+    layer_configs,
 )
 
 FINDING = settings(database=None, deadline=None, derandomize=True, max_examples=500)
@@ -75,6 +76,18 @@ def test_path_equals_the_reference_on_every_homogeneous_stack(inputs):
         tolerance=FEW_NUMBERS[k.dtype],
     )
     assert_exact(v, stacked_values(stack, inputs.ctx_hidden), what="V", bits=True)
+
+
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(kernel_inputs(stack=homogeneous_stacks(config=layer_configs(is_neox_style=False)), min_tokens=1))
+def test_launcher_and_path_turn_pairs(inputs):
+    stack, arguments = inputs.stack, inputs.launch_arguments
+    with guarded(filled=("k_out", "v_out")):
+        check_launcher(arguments, *fused_norm_rope(**arguments))
+        k, _ = stack.build(FusedKV).compute(**inputs.materialize_arguments)
+    truth, base = (of(stack.layers, inputs.ctx_hidden, inputs.positions)[0] for of in (fused_kv_reference, eager_kv))
+    sums = (stack.hidden_size, stack.head_dim)
+    assert_close(k, truth, base, what="K", reduction_sizes=sums, tolerance=FEW_NUMBERS[k.dtype])
 
 
 @settings(deadline=None, max_examples=30, derandomize=True)
@@ -129,8 +142,14 @@ def truth(arguments, dtype):
         k = kv[:, layer, : heads * width].double().unflatten(-1, (heads, width))
         length = torch.sqrt((k**2).sum(-1, keepdim=True) / width + arguments["eps"][layer].double())
         normed = (k / length * arguments["k_norm_weight"][layer].double()).to(dtype).double()
-        turned = torch.complex(normed[..., :half], normed[..., half : 2 * half]) * turn
-        layers.append(torch.cat([turned.real, turned.imag, normed[..., 2 * half :]], dim=-1).to(dtype))
+        turning, rest = normed[..., : 2 * half], normed[..., 2 * half :]
+        if arguments["is_neox_style"]:
+            turned = torch.complex(turning[..., :half], turning[..., half:]) * turn
+            turning = torch.cat([turned.real, turned.imag], dim=-1)
+        else:
+            turned = torch.complex(turning[..., 0::2], turning[..., 1::2]) * turn
+            turning = torch.view_as_real(turned).flatten(-2)
+        layers.append(torch.cat([turning, rest], dim=-1).to(dtype))
     return torch.stack(layers)
 
 

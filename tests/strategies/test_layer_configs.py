@@ -105,6 +105,7 @@ ARGUMENTS = {
     "hidden_size": 7,
     "rope_theta": 1234.5,
     "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+    "is_neox_style": False,
     "max_position_embeddings": 100,
     "dtype": "float16",
     "bias": True,
