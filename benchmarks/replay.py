@@ -108,7 +108,8 @@ def write(place: Path, tokens: int) -> None:
     save_file(
         {
             "token_ids": ids,
-            "hidden_states": normal(tokens, len(TAPS) + 1, HIDDEN),
+            # Without the last state, from which it would show that no such target wrote this text.
+            "hidden_states": normal(tokens, len(TAPS), HIDDEN),
             "loss_mask": torch.ones(tokens, dtype=torch.bool),
         },
         place / "trace" / "hs_0.safetensors",

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import os
 import re
 import shlex
@@ -291,6 +292,7 @@ def _console(block: Block) -> tuple[int, str]:
 # --- running ------------------------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def output(command: str) -> str:
     """What `command`, of `pytest` or `python`, prints in the project's directory, 100 columns wide and without colour."""
     program, *arguments = shlex.split(command)
@@ -368,7 +370,8 @@ def write(path: Path) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Rewrite or check."""
     chosen = [Path(argument).resolve() for argument in arguments if not argument.startswith("-")] or documents()
-    found = [fault for path in chosen for fault in (check if "--check" in arguments else write)(path)]
+    with ThreadPoolExecutor(2) as pool:
+        found = [fault for faults in pool.map(check if "--check" in arguments else write, chosen) for fault in faults]
     for fault in found:
         print(fault)
     return int(bool(found))
