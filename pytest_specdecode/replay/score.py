@@ -188,9 +188,9 @@ class ReplayResult:
         served, files = self.served, len(self.files)
         sampled = ", sampled" if any(file.sampled for file in self.files) else ""
         return (
-            f"{self.label} {served.accepted_length:.2f} ({served.low + 1:.2f} to {served.high + 1:.2f}), {served.mean_accepted:.2f} without the "
-            f"target's own token, over {served.rounds} rounds of {self.draft_tokens} tokens{sampled}; {self.tokens} tokens in {files} "
-            f"file{'s' * (files != 1)}"
+            f"{self.label} {served.accepted_length:.2f} ({served.low + 1:.2f} to {served.high + 1:.2f}), {served.mean_accepted:.2f} "
+            f"without the target's own token, over {served.rounds} rounds of {self.draft_tokens} tokens{sampled}; {self.tokens} tokens "
+            f"in {files} file{'s' * (files != 1)}"
         )
 
     def to_dict(self) -> dict[str, Any]:

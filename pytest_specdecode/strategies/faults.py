@@ -496,6 +496,8 @@ NOT_IN_CONFIG: Mapping[str, str] = {
     "vocabulary.lm-head": "it looks for the head in the weights",
     "mtp.norms": "it reads the weights' numbers",
     "fused-kv.tensor-parallel": "the number of ranks is an option of the server",
+    "fused-kv.odd-layers": "it judges an implementation that is named, not the draft",
+    "fused-kv.calls": "it judges an implementation that is named, not the draft",
     **{
         f"fused-kv.{axis}": "all layers of a form take it from one key; only weights can differ"
         for axis in (

@@ -266,7 +266,9 @@ def test_projections_that_are_stored_joined_are_the_same_draft(tmp_path: Path, f
         assert torch.equal(one.prefill(probe), other.prefill(probe))
     report = check_draft(tmp_path / "joined")
     assert report.ok
-    assert {item.status for item in report if item.id.startswith("fused-kv.")} == {"passed"}
+    judged = [item for item in report if item.id.startswith("fused-kv.") and "--draft-fused-kv" not in item.message]
+    assert len(judged) > 10
+    assert {item.status for item in judged} == {"passed"}
 
 
 def test_an_eagle3_may_join_its_projections_too(tmp_path: Path) -> None:
