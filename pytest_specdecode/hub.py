@@ -78,8 +78,12 @@ def parse(text: str, here: str | os.PathLike[str] = "") -> Reference | None:
     Without `hf://`, what exists in the directory `here` is a path; so is what is due, without a revision, in a directory that exists there.
 
     Raises:
-        HubError: `hf://` is followed by something else.
+        HubError: `hf://` is followed by something else, or the address of a page is given.
     """
+    if text.startswith(("https://", "http://")):
+        raise HubError(
+            "it is the address of a page; a model is named hf://org/name or hf://org/name@revision", got=text
+        )
     if text.startswith(SCHEME):
         found = _EXPLICIT.fullmatch(text.removeprefix(SCHEME))
         if found is None:

@@ -113,7 +113,7 @@ class CheckpointReaderContract(Contract):
             self._read(write_checkpoint(Path(folder) / "draft", {}, tensors, shards=min(shards, len(tensors))), tensors)
 
     @cases("rest", [f"drafts{DRAWN}"])
-    @examples(25)
+    @examples(40)
     @given(data=st.data())
     def test_reads_any_draft(self, rest: str, data: st.DataObject) -> None:
         """Any draft of any family, as any exporter writes it: its packaging, its names, joined or not, quantised or not, in one file or

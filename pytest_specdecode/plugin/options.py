@@ -674,5 +674,6 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 def _refusal(what: str, why: str) -> pytest.UsageError:
     from pytest_specdecode.errors import printable
+    from pytest_specdecode.report.github import inert
 
-    return pytest.UsageError(printable(" ".join(f"{what}: {why}".split())))
+    return pytest.UsageError(inert(printable(" ".join(f"{what}: {why}".split()))))

@@ -21,7 +21,8 @@ from pytest_specdecode.findings import CheckResult
 from pytest_specdecode.plugin.expected import strangers
 from pytest_specdecode.plugin.options import EXPECTED, Settings, names_of, without_draft
 from pytest_specdecode.plugin.results import command_of, fit_failure, result_of
-from pytest_specdecode.report import DraftReport, Report, compare
+from pytest_specdecode.report import DraftReport, Report, compare, github
+from pytest_specdecode.report.github import inert
 from pytest_specdecode.report.terminal import block
 from pytest_specdecode.report.text import comparison_lines, fitted, overview_lines
 
@@ -64,8 +65,9 @@ class Reporter:
         serve = self._settings.serve
         if serve is not None and serve.ignored:
             lines.append(printable(f"draft-serve: no check looks at {', '.join(serve.ignored)}"))
-        return lines
+        return [inert(line) for line in lines]
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the result of one check; a later run of the same check replaces it."""
         if (found := result_of(report)) is None:
@@ -73,6 +75,10 @@ class Reporter:
         path, result = found
         self._results.setdefault(path, {})[result.id] = result
         self._ids[path, result.id] = report.nodeid
+        # Before pytest's own reporter shows a reason under -v, or keeps one for its summary.
+        if isinstance(report.longrepr, tuple):
+            file, line, reason = report.longrepr
+            report.longrepr = (file, line, inert(reason))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.CollectReport | pytest.TestReport) -> TestStatus | None:
@@ -98,10 +104,8 @@ class Reporter:
                 self._unwritten[file] = error
         summary = os.environ.get("GITHUB_STEP_SUMMARY")
         if summary and any(self._results.values()):
-            from pytest_specdecode.report.github import append_summary
-
             try:
-                append_summary(self._report(), summary)
+                github.append_summary(self._report(), summary)
             except DraftError as error:
                 self._no_summary = error
         try:
@@ -139,12 +143,12 @@ class Reporter:
                 is_told=lambda result: has_failures and result.status == "failed",
                 again=partial(self._again, config, report.path),
             ):
-                terminalreporter.line(line.text, **MARKUP.get(line.style, {}))
-        for lines in self._tables(reports):
+                terminalreporter.line(inert(line.text), **MARKUP.get(line.style, {}))
+        for lines in self._tables(reports, width):
             terminalreporter.line("")
             for text in lines:
                 for part in fitted(text, width):
-                    terminalreporter.line(part)
+                    terminalreporter.line(inert(part))
         for file in self._settings.reports:
             if file in self._unwritten:
                 terminalreporter.line(f"ERROR: the report was not written: {self._unwritten[file]}", red=True)
@@ -152,9 +156,7 @@ class Reporter:
                 terminalreporter.line(f"report: {printable(str(file))}")
         if self._no_summary is not None:
             terminalreporter.line(f"WARNING: the step summary was not written: {self._no_summary}", yellow=True)
-        if reports and os.environ.get("GITHUB_ACTIONS") == "true":
-            from pytest_specdecode.report import github
-
+        if reports and github.is_workflow():
             for command in github.lines(Report(drafts=tuple(reports))):
                 terminalreporter.line(command)
         if self._no_baseline is not None:
@@ -177,10 +179,10 @@ class Reporter:
             return None
         return command_of(config, self._settings, path, id)
 
-    def _tables(self, reports: Sequence[DraftReport]) -> Iterator[Iterator[str]]:
+    def _tables(self, reports: Sequence[DraftReport], width: int) -> Iterator[Iterator[str]]:
         """Several drafts beside one another; what changed against an older report."""
         if len(reports) > 1:
-            yield overview_lines(reports)
+            yield overview_lines(reports, width)
         if reports and self._settings.compare is not None:
             yield comparison_lines(compare(self._settings.compare, reports))
 

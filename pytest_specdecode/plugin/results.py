@@ -13,6 +13,7 @@ from pytest_specdecode.errors import printable
 from pytest_specdecode.findings import CheckResult
 from pytest_specdecode.plugin import options
 from pytest_specdecode.report import finding_lines
+from pytest_specdecode.report.github import inert
 from pytest_specdecode.report.text import fitted
 
 #: Name of the user property that holds a result as JSON; junitxml shows it too.
@@ -43,7 +44,10 @@ def fit_failure(report: pytest.TestReport, width: int) -> None:
     for entry in getattr(traceback, "reprentries", ()):
         if isinstance(getattr(entry, "lines", None), list):
             lines = [line for text in entry.lines for line in text.splitlines()]
-            entry.lines = [part for line in lines for part in fitted(line, width)]
+            entry.lines = [inert(part) for line in lines for part in fitted(line, width)]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        crash.message = inert(crash.message)
 
 
 #: Options that change what a check finds, for a command that runs it again.

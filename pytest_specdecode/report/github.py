@@ -21,6 +21,24 @@ if TYPE_CHECKING:
 LIMIT = 10
 
 
+def is_workflow() -> bool:
+    """Whether GitHub's runner reads what this process prints."""
+    return os.environ.get("GITHUB_ACTIONS") == "true"
+
+
+def inert(line: str) -> str:
+    """`line`, in a workflow, as one that the runner shows and does not obey.
+
+    It takes for a command what begins with `::` behind spaces, as a line that was broken within a name of a tensor may, and `##[`
+    wherever it stands.
+    """
+    if not is_workflow():
+        return line
+    line = line.replace("##[", r"#\x23[")
+    text = line.lstrip(" ")
+    return line if not text.startswith("::") else rf"{line[: len(line) - len(text)]}\x3a{text[1:]}"
+
+
 def lines(report: Report) -> Iterator[str]:
     """One command a finding, worst first: `::error file=…,line=…,title=…::message`."""
     places, counts, left = Places(), {"error": 0, "warning": 0, "notice": 0}, 0

@@ -107,7 +107,7 @@ def _comparison(comparison: Comparison) -> list[str]:
         said = f": {escape(change.message, 200)}" if change.message else ""
         lines.append(f"- **{change.kind}**: {name}{escape(change.id, 60)}, {escape(change.steps, 80)}{said}")
     lines += _more(len(changes) - _MOST_CHANGES, "change")
-    if not changes:
+    if comparison.drafts and not changes:
         lines.append("- nothing changed")
     for title, names in (
         ("not in the older report", comparison.only_new),

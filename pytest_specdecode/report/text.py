@@ -137,12 +137,23 @@ def overview(drafts: Sequence[DraftReport], name_limit: int = 24) -> list[list[s
     return rows
 
 
-def overview_lines(drafts: Sequence[DraftReport]) -> Iterator[str]:
-    """The table of drafts for a terminal of 80 columns."""
+def overview_lines(drafts: Sequence[DraftReport], width: int = 80) -> Iterator[str]:
+    """The table of drafts for a terminal: where it is too wide, without the status, which the counts say, and then with shorter names."""
     rows = overview(drafts, 20)
+    if _table_width(rows) > width:
+        status = rows[0].index("status")
+        rows = [row[:status] + row[status + 1 :] for row in rows]
+    if (excess := _table_width(rows) - width) > 0:
+        limit = max(max(len(row[0]) for row in rows) - excess, 8)
+        rows = [[shown(row[0], limit), *row[1:]] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _table_width(rows: Sequence[Sequence[str]]) -> int:
+    """Letters of a line of a table whose columns are two apart."""
+    return sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2
 
 
 def comparison_lines(comparison: Comparison, limit: int = 40) -> Iterator[str]:

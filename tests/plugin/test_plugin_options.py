@@ -45,6 +45,10 @@ def assert_refused(result: pytest.RunResult, *texts: str) -> None:
         (["--draft-report=nowhere/r.json"], ["--draft-report=nowhere/r.json", "no directory"]),
         (["--draft-target=nowhere"], ["--draft-target=nowhere"]),
         (["--draft-target=."], ["--draft-target=.", "config.json"]),
+        (
+            ["--draft-model=https://huggingface.co/org/name"],
+            ["and it is the address of a page", "hf://org/name@revision"],
+        ),
     ],
     ids=lambda value: value[0] if value[0].startswith("--") else "",
 )

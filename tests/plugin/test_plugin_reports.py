@@ -12,6 +12,8 @@ from pathlib import Path
 
 import matplotlib.backends.backend_svg  # noqa: F401 - it cannot be imported a second time, and inner runs drop what they import
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import pytest_specdecode.report.plots  # noqa: F401
 from pytest_specdecode.testing import write_tiny
@@ -184,6 +186,25 @@ def test_github_is_told_where_it_asks(
     )
     assert summary.read_text().startswith("before\n## Draft model wrong: failed\n")
     assert "| serves wrong | rope.theta-agrees |" in summary.read_text()
+
+
+@pytest.mark.parametrize(
+    "options", [["-q"], ["-v", "-rA"], ["-vv", "--draft-target=absent ##[add-mask]e"]], ids=" ".join
+)
+def test_names_from_a_checkpoint_command_no_runner(
+    run: Run, wrong: Path, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    names = [f"{'x' * length} ::set-output name=a::b ##[add-mask]e" for length in range(1, 80)]
+    save_file({name: torch.zeros(2) for name in names}, wrong / "more.safetensors")
+    config = json.loads((wrong / "config.json").read_text())
+    config |= {"model_type": "::add-mask::e ##[add-mask]e", "rope_theta": "##[add-mask]e ::stop-commands::x"}
+    (wrong / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    result = run("--draft-checks=config,files,weights,layers", *options, model=wrong)
+    told = [line for line in (*result.outlines, *result.errlines) if "##[" in line or line.lstrip().startswith("::")]
+    assert all(line.startswith(("::error file=", "::warning file=", "::notice ")) for line in told)
+    assert any("#\\x23[add-mask]e" in line for line in (*result.outlines, *result.errlines))
 
 
 def test_a_run_of_no_draft_tells_github_nothing(

@@ -18,7 +18,7 @@ from report_samples import BARE, DOUBTFUL, FAILED, WARNED, draft, hostile, repor
 from pytest_specdecode.errors import DraftError, printable
 from pytest_specdecode.findings import CheckResult, Finding
 from pytest_specdecode.report import Report
-from pytest_specdecode.report.github import append_summary, lines
+from pytest_specdecode.report.github import append_summary, inert, lines
 from pytest_specdecode.report.markdown import text
 
 COMMAND = re.compile(r"::(error|warning|notice) (?:file=([^,:\r\n]*),line=(\d+),)?title=([^,:\r\n]*)::([^\r\n]*)")
@@ -63,6 +63,17 @@ def test_hostile_texts_stay_in_their_command(placed: Path) -> None:
     assert len(found) == 3
     assert all(COMMAND.fullmatch(line) and line.isprintable() for line in found)
     assert all(len(line) < 6000 for line in lines(hostile("x" * (1 << 20))))
+
+
+def test_a_line_is_no_command_of_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    assert inert("  ::add-mask::e ##[group]") == "  ::add-mask::e ##[group]"
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    assert inert("  ::add-mask::e ##[group]") == r"  \x3a:add-mask::e #\x23[group]"
+    assert inert("a::b: ##x") == "a::b: ##x"
+    for line in ("::", " :::", "##[##[", "###[", " ::##["):
+        assert not inert(line).lstrip().startswith("::")
+        assert "##[" not in inert(line)
 
 
 @settings(deadline=None, max_examples=200, derandomize=True)

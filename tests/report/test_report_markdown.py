@@ -47,6 +47,15 @@ def test_a_draft_by_hand(tmp_path: Path) -> None:
     ]
 
 
+def test_drafts_that_no_older_report_has_are_not_unchanged(tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    Report(drafts=(draft(name="a"), draft(name="b"))).write(old)
+    drafts = (draft(name="c"), draft(name="d"))
+    page = text(Report(drafts=drafts, comparison=compare(read_report(old), drafts)))
+    assert "- not in the older report: c, d\n- only in the older report: a, b\n" in page
+    assert "nothing changed" not in page
+
+
 def test_the_worst_stands_first_in_whatever_order_checks_run() -> None:
     found = text(Report(drafts=(draft(*reversed(ALL)),)))
     groups = re.findall(r"^\| (serves wrong|stops|falls back|error|warning|expected) \|", found, flags=re.MULTILINE)

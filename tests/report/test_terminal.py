@@ -20,7 +20,7 @@ from pytest_specdecode.findings import CheckResult, Finding, Outcome
 from pytest_specdecode.report import Report
 from pytest_specdecode.report.groups import GROUPS, TITLES
 from pytest_specdecode.report.terminal import block, draft_lines
-from pytest_specdecode.report.text import fitted
+from pytest_specdecode.report.text import fitted, overview_lines
 
 LONG = Finding(
     message="the tensor was trained with a base that the configuration does not state, and every engine takes another one for it",
@@ -241,6 +241,7 @@ def test_what_engines_will_read_is_a_line_each() -> None:
         f"      {said[0]}",
         f"      {said[1]}",
     ]
+    assert not any("what engines will read" in line or line == "  Measured:" for line in texts(failed, brief=True))
 
 
 # --- text from a checkpoint -----------------------------------------------------------------------------------------------
@@ -260,3 +261,16 @@ def test_a_hostile_text_is_short_and_printable(text: str, width: int) -> None:
 def test_a_report_is_its_drafts_blocks() -> None:
     found = Report(drafts=(draft(LONGER), draft(name="y", description="y: eagle3")))
     assert str(found).splitlines() == [line for one in found.drafts for line in draft_lines(one)]
+
+
+def test_a_table_of_drafts_keeps_to_the_width() -> None:
+    drafts = (
+        draft(measured([0.5]), name="a-draft-with-a-long-name-of-its-own", family="mlp-speculator"),
+        draft(name="b", family="eagle3"),
+    )
+    wide, narrow = list(overview_lines(drafts, 200)), list(overview_lines(drafts, 80))
+    assert "status" in wide[0].split()
+    assert narrow[0].split() == ["draft", "family", "failed", "warned", "inconclusive", "passed", "accepted"]
+    assert len(narrow) == 3
+    assert all(len(line) <= 80 for line in narrow)
+    assert narrow[1].startswith("a-draft-with-a-")
