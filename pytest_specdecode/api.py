@@ -60,7 +60,7 @@ def open_draft(path: Path) -> Draft:
 def check_draft(
     path: Path,
     target: Path | None = None,
-    engines: Sequence[str] | None = None,
+    engines: Sequence[str] | str | None = None,
     checks: Iterable[str] | str | None = None,
     skip: Iterable[str] | str | None = None,
     *,
@@ -77,8 +77,9 @@ def check_draft(
     Args:
         path: the draft's directory.
         target: the target's directory; its `config.json` is enough.
-        engines: names of the engines whose outcomes are shown and count: an error is then what one of them stops at or serves wrong, and
-            what one falls back from is a warning. Where None, all are shown, and each finding has the severity of its check.
+        engines: names of the engines whose outcomes are shown and count, or one text of them with commas: an error is then what one of them
+            stops at or serves wrong, and what one falls back from is a warning. Where None, all are shown, and each finding has the
+            severity of its check.
         checks: ids and groups to run, such as `"rope"` or `["weights.shapes", "taps"]`; all where None.
         skip: ids and groups to leave out.
         serve: the options that the server is to be started with, such as `"algorithm=EAGLE3 num-steps=3"`.
@@ -141,7 +142,7 @@ class RejectedDraftError(DraftError):
 def gate(
     path: Path,
     target: Path | None = None,
-    engines: Sequence[str] | None = None,
+    engines: Sequence[str] | str | None = None,
     checks: Iterable[str] | str | None = None,
     skip: Iterable[str] | str | None = None,
     *,
@@ -229,7 +230,7 @@ def open_context(
     path: Path,
     *,
     target: Path | None = None,
-    engines: Sequence[str] | None = None,
+    engines: Sequence[str] | str | None = None,
     serve: str | ServeOptions | None = None,
     device: str = "cpu",
     trace: Path | None = None,
@@ -257,7 +258,7 @@ def context_of(
     draft: Draft,
     *,
     target: Path | None = None,
-    engines: Sequence[str] | None = None,
+    engines: Sequence[str] | str | None = None,
     serve: str | ServeOptions | None = None,
     device: str = "cpu",
     trace: Path | None = None,
@@ -272,7 +273,7 @@ def context_of(
         draft=draft,
         target=None if target is None else Target.open(target),
         device=device,
-        engines=known_engines.select(engines),
+        engines=known_engines.select(_names(engines)),
         judged=engines is not None,
         serve=ServeOptions.parse(serve) if isinstance(serve, str) else serve or ServeOptions(),
         trace=None if trace is None else Trace.open(trace),

@@ -218,3 +218,10 @@ def test_nothing_heavy_is_imported_before_values_are_needed(good: tuple[str, Pat
 def test_tiny_configurations_are_the_families(good: tuple[str, Path]) -> None:
     family, path = good
     assert json.loads((path / "config.json").read_text()) == tiny_config(family)
+
+
+def test_one_engine_may_be_given_as_a_text(tmp_path: Path) -> None:
+    draft = write_tiny(tmp_path, "eagle3")
+    one, listed = (check_draft(draft, engines=given, checks="rope") for given in ("sglang, vllm", ["sglang", "vllm"]))
+    assert one.to_dict() == listed.to_dict()
+    assert set(one.drafts[0].engines) == {"sglang", "vllm"}

@@ -287,8 +287,10 @@ def _absent(want: str, reason: str, settings: Settings) -> NoReturn:
 def _in_one_line() -> Iterator[None]:
     """Fail with the reason alone where the draft cannot give what a fixture asks of it."""
     from pytest_specdecode.errors import DraftError
+    from pytest_specdecode.report.github import inert
 
     try:
         yield
     except DraftError as error:
-        pytest.fail(str(error), pytrace=False)
+        # From None: pytest would show the error, and what it came from, above the reason.
+        raise pytest.fail.Exception(inert(str(error)), pytrace=False) from None

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pytest_specdecode.findings import STATUS_ORDER
 from pytest_specdecode.report.groups import Item, items, unanswered
 from pytest_specdecode.report.text import overview, shown
 
@@ -47,11 +48,14 @@ def _neutral(match: re.Match[str]) -> str:
 
 def _lines(report: Report) -> Iterator[str]:
     found, reasons = items(report.drafts), unanswered(report.drafts)
+    drafts = list(report.drafts)
+    if len(drafts) > _MOST_DRAFTS:
+        drafts.sort(key=lambda draft: -STATUS_ORDER.index(draft.status))
     head = [
         f"## {_title(report)}",
         "",
-        *_table(overview(report.drafts[:_MOST_DRAFTS], 40)),
-        *_more(len(report.drafts) - _MOST_DRAFTS, "draft"),
+        *_table(overview(drafts[:_MOST_DRAFTS], 40)),
+        *_more(len(drafts) - _MOST_DRAFTS, "draft"),
         "",
         *([] if report.comparison is None else _comparison(report.comparison)),
     ]

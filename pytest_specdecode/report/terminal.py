@@ -149,7 +149,7 @@ def _measured(draft: DraftReport, fit: _Fit, brief: bool, width: int) -> Iterato
         for item in draft.results
         if is_measurement(item) and (item.status == "passed" or item.id in (_LENGTH, _CONVENTIONS))
     ]
-    lines = []
+    lines: list[Line] = []
     for item in shown_ones:
         said = _sentences(item) if item.id == _CONVENTIONS else []
         text = item.message.removesuffix("; " + "; ".join(said)) if item.status == "passed" else _figure(item)

@@ -207,6 +207,22 @@ def test_names_from_a_checkpoint_command_no_runner(
     assert any("#\\x23[add-mask]e" in line for line in (*result.outlines, *result.errlines))
 
 
+def test_nor_does_what_a_fixture_says_of_them(
+    run: Run, wrong: Path, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((wrong / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (wrong / "config.json").write_text(json.dumps(config | {"hidden_act": "##[add-mask]e"}))
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    file = pytester.makepyfile("def test_layers(draft_layers): pass")
+    result = run(file, "--draft-checks=rope.theta-stated", model=wrong)
+    assert result.ret == 1
+    assert "#\\x23[add-mask]e" in result.stdout.str()
+    assert "##[" not in result.stdout.str()
+    assert "direct cause" not in result.stdout.str()
+    assert "During handling" not in result.stdout.str()
+
+
 def test_a_run_of_no_draft_tells_github_nothing(
     run: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

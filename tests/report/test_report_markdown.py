@@ -47,6 +47,14 @@ def test_a_draft_by_hand(tmp_path: Path) -> None:
     ]
 
 
+def test_of_many_drafts_the_worst_are_shown() -> None:
+    drafts = (*(draft(name=f"good{number}") for number in range(12)), draft(FAILED, name="bad"))
+    rows = [line.split(" | ")[0] for line in text(Report(drafts=drafts)).splitlines() if line.startswith("| ")]
+    assert rows[:4] == ["| draft", "| ---", "| bad", "| good0"]
+    assert rows[11] == "| good8"
+    assert "and 3 more drafts" in text(Report(drafts=drafts))
+
+
 def test_drafts_that_no_older_report_has_are_not_unchanged(tmp_path: Path) -> None:
     old = tmp_path / "old.json"
     Report(drafts=(draft(name="a"), draft(name="b"))).write(old)
