@@ -384,7 +384,21 @@ def _repairs() -> dict[str, Callable[..., Any]]:
             return unary_op(self, source, op)
         return handle_of(bf16_bits(op(bf16_values(source.data))), bf16)
 
-    return {"cast_impl": cast, "create_fp_to_fp": fp_to_fp, "binary_op": binary, "unary_op": unary}
+    found: dict[str, Callable[..., Any]] = {
+        "cast_impl": cast,
+        "create_fp_to_fp": fp_to_fp,
+        "binary_op": binary,
+        "unary_op": unary,
+    }
+    if not hasattr(original, "get_int1_ty"):
+        # Triton 3.2 has no type for conditions in its interpreter, so that none can be negated there.
+        all_ones = original.get_all_ones_value
+
+        def ones(self: Any, kind: Any) -> Any:
+            return handle_of(np.ones(1, np.bool_), tl.int1) if kind.scalar == tl.int1 else all_ones(self, kind)
+
+        found |= {"get_int1_ty": lambda self: tl.int1, "get_all_ones_value": ones}
+    return found
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------------------------
